@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fp4dispatch.errors import FlagsError, Fp4DispatchError
 
@@ -29,6 +31,35 @@ def load(path: Path, *, error: type[Fp4DispatchError] = FlagsError) -> dict[str,
         raise error(f"{path}: cannot be read ({fault.strerror}); reinstall fp4dispatch") from fault
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise error(f"{path}: is not TOML: {fault}") from fault
+
+
+def keys_of(kind: type, **others: type) -> tuple[dict[str, type], dict[str, type]]:
+    """Return the keys of a table that becomes a dataclass: the required and the optional ones, as :func:`check` takes.
+
+    A field with a default is optional. Tuples are lists in a file, mappings are tables, literals are texts.
+
+    Parameters
+    ----------
+    kind
+        The dataclass.
+    **others
+        Fields that a file has in another type.
+    """
+    hints = get_type_hints(kind)
+    required: dict[str, type] = {}
+    optional: dict[str, type] = {}
+    for each in fields(kind):
+        keys = required if each.default is MISSING and each.default_factory is MISSING else optional
+        keys[each.name] = others.get(each.name) or _in_a_file(hints[each.name])
+    return required, optional
+
+
+def _in_a_file(hint: Any) -> type:
+    origin = get_origin(hint)
+    if origin is UnionType:  # a value, or None where the key is missing
+        return _in_a_file(get_args(hint)[0])
+    found: type = {tuple: list, Mapping: dict, Literal: str}.get(origin, hint)
+    return found
 
 
 def check(

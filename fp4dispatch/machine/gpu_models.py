@@ -77,12 +77,12 @@ def load(path: Path) -> tuple[GpuModel, ...]:
     return found
 
 
-_NUMBERS = {"sms": int, "clock_mhz": float, "memory_gbs": float, "l2_mib": float}
+_REQUIRED, _OPTIONAL = strict_toml.keys_of(GpuModel, arch=str)
+_NUMBERS = [key for key, kind in _REQUIRED.items() if kind in (int, float)]
 
 
 def _model(where: str, row: Any) -> GpuModel:
-    texts = {"name": str, "names": list, "arch": str, "source": str}
-    strict_toml.check(where, row, texts | _NUMBERS, {"fitted": str})
+    strict_toml.check(where, row, _REQUIRED, _OPTIONAL)
     where = f"{where} ({row['name']})"
     if not row["names"] or not all(isinstance(name, str) and name for name in row["names"]):
         raise FlagsError(f"{where}: names is {row['names']}, need the names that NVML has for it")

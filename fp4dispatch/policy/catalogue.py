@@ -177,7 +177,7 @@ def provenance(where: str, row: dict[str, Any]) -> tuple[str, str]:
 
 def _toolkit(row: dict[str, Any]) -> dict[str, Toolkit]:
     where = "capabilities.toml: toolkit"
-    check(where, row, {"archs": list, "cuda": str, "nvcc": str, "source": str, "checked": date})
+    check(where, row, {"archs": list, **strict_toml.keys_of(Toolkit, checked=date)[0]})
     for key in ("cuda", "nvcc"):
         if parse_version(row[key]) is None:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a version")
@@ -186,45 +186,36 @@ def _toolkit(row: dict[str, Any]) -> dict[str, Toolkit]:
     return dict.fromkeys(subset(where, row["archs"], SM), kit)
 
 
+_REQUIRED, _OPTIONAL = strict_toml.keys_of(Capability, checked=date)
+
+
 def _capability(row: dict[str, Any]) -> Capability:
     where = f"capabilities.toml: {row.get('backend')} {row.get('op')}"
-    lists = ("archs", "activations", "scalings", "out_dtypes")
-    switches = ("compiles", "proof", "raw", "auto", *PROPERTIES)
-    required = {**dict.fromkeys(("backend", "op", "source"), str), "checked": date, **dict.fromkeys(lists, list)}
-    sizes, others = ("n_multiple", "k_multiple"), {"sf_layouts": list, "requires": list, "kernel_op": str}
-    check(where, row, required, {**dict.fromkeys(sizes, int), **dict.fromkeys(switches, bool), **others})
+    check(where, row, _REQUIRED, _OPTIONAL)
     source, checked = provenance(where, row)
-    for key in sizes:
+    for key in ("n_multiple", "k_multiple"):
         if row.get(key, 1) < 1:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
     if "kernel_op" in row and not row.get("proof"):
         raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
     if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
         raise SettingsError(f"{where}: sf_layouts belongs to nvfp4_gemm, and is needed there")
-    return Capability(
-        backend=row["backend"],
-        op=subset(where, [row["op"]], OPS)[0],  # type: ignore[arg-type]  # checked against OPS
-        archs=subset(where, row["archs"], (*SM, ANY_ARCH)),
-        activations=subset(where, row["activations"], ACTIVATIONS[1:]),  # type: ignore[arg-type]
-        scalings=subset(where, row["scalings"], SCALINGS),
-        out_dtypes=subset(where, row["out_dtypes"], OUT_DTYPES),
-        source=source,
-        checked=checked,
-        n_multiple=row.get("n_multiple", 1),
-        k_multiple=row.get("k_multiple", 1),
-        sf_layouts=subset(where, row["sf_layouts"], SF_LAYOUTS) if "sf_layouts" in row else (),
-        compiles=row.get("compiles", False),
-        proof=row.get("proof", False),
-        requires=tuple(_requirement(where, need) for need in row.get("requires", ())),
-        kernel_op=row.get("kernel_op", ""),
-        raw=row.get("raw", True),
-        tma_from_live_m=row.get("tma_from_live_m", False),
-        auto=row.get("auto", True),
-    )
+    typed = {
+        "op": subset(where, [row["op"]], OPS)[0],
+        "archs": subset(where, row["archs"], (*SM, ANY_ARCH)),
+        "activations": subset(where, row["activations"], ACTIVATIONS[1:]),
+        "scalings": subset(where, row["scalings"], SCALINGS),
+        "out_dtypes": subset(where, row["out_dtypes"], OUT_DTYPES),
+        "source": source,
+        "checked": checked,
+        "sf_layouts": subset(where, row["sf_layouts"], SF_LAYOUTS) if "sf_layouts" in row else (),
+        "requires": tuple(_requirement(where, need) for need in row.get("requires", ())),
+    }
+    return Capability(**(row | typed))
 
 
 def _requirement(where: str, row: dict[str, Any]) -> Requirement:
-    check(where, row, {"what": str, "min": str})
+    check(where, row, *strict_toml.keys_of(Requirement))
     what = subset(where, [row["what"]], FACTS)[0]
     if row["min"] != TOOLKIT and parse_version(row["min"]) is None:
         raise SettingsError(f"{where}: {what} {row['min']!r} is not a version")
@@ -232,5 +223,5 @@ def _requirement(where: str, row: dict[str, Any]) -> Requirement:
 
 
 def _alias(row: dict[str, Any]) -> Alias:
-    check("capabilities.toml: alias", row, dict.fromkeys(("name", "backend", "note"), str))
-    return Alias(row["name"], row["backend"], row["note"])
+    check("capabilities.toml: alias", row, *strict_toml.keys_of(Alias))
+    return Alias(**row)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
-from fp4dispatch import cli, explain
+from fp4dispatch import cli, explain, strict_toml
 from fp4dispatch.backends import predictions as asked
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.libraries import cublaslt
@@ -262,3 +265,20 @@ def test_the_command_takes_a_gpu(capsys):
     words = ["explain", "nvfp4_gemm", "-m", "300", "-n", "4096", "-k", "4096", "--gpu", "H200 SXM", "--proven"]
     assert cli.main([*words, "--cuda", "13.0", "--nvcc", "13.0"]) == 0
     assert " us, fitted on H200 SXM" in capsys.readouterr().out
+
+
+@dataclass
+class Row:
+    name: str
+    kind: Literal["a", "b"]
+    sizes: tuple[int, ...]
+    facts: Mapping[str, float]
+    arch: Arch
+    ratio: float = 1.0
+    most: int | None = None
+
+
+def test_keys_of_a_table_come_from_the_dataclass():
+    required, optional = strict_toml.keys_of(Row, arch=str)
+    assert required == {"name": str, "kind": str, "sizes": list, "facts": dict, "arch": str}
+    assert optional == {"ratio": float, "most": int}

@@ -97,12 +97,13 @@ def load(path: Path) -> tuple[Dense, ...]:
     return found
 
 
-_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "depth", "embedding")
+_REQUIRED, _OPTIONAL = strict_toml.keys_of(Dense)
+_OPTIONAL["intermediate"] = _REQUIRED.pop("intermediate")
+_SIZES = [key for key, kind in _REQUIRED.items() if kind is int]
 
 
 def _model(where: str, row: Any) -> Dense:
-    required = {"name": str, "source": str, "parameters": float} | dict.fromkeys(_SIZES, int)
-    strict_toml.check(where, row, required, {"intermediate": int, "experts": list})
+    strict_toml.check(where, row, _REQUIRED, _OPTIONAL)
     where = f"{where} ({row['name']})"
     if not row["source"].startswith("https://"):
         raise FlagsError(f"{where}: source is {row['source']!r}, need the address of its configuration")

@@ -44,9 +44,9 @@ class Model:
     source: str
     tp: tuple[int, ...]
     layers: tuple[Layer, ...]
-    depth: int
-    embedding: int
-    parameters: float
+    depth: int = 0
+    embedding: int = 0
+    parameters: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,7 @@ def load(path: Path) -> Catalogue:
 def _model(where: str, row: Any) -> Model:
     if isinstance(row, dict) and "layers" not in row:
         return _published(where, row)
-    required = {"name": str, "source": str, "tp": list, "layers": list}
-    strict_toml.check(where, row, required, {"depth": int, "embedding": int, "parameters": float})
+    strict_toml.check(where, row, *strict_toml.keys_of(Model))
     where = f"{where} ({row['name']})"
     if not row["source"].startswith("https://"):
         raise FlagsError(f"{where}: source is {row['source']!r}, need the address of its configuration")
@@ -125,8 +124,7 @@ def _model(where: str, row: Any) -> Model:
     if not layers:
         raise FlagsError(f"{where}: has no layers")
     _unique(where, "layer", [layer.name for layer in layers])
-    depth, embedding, parameters = row.get("depth", 0), row.get("embedding", 0), row.get("parameters", 0.0)
-    return Model(row["name"], row["source"], tp, layers, depth, embedding, float(parameters))
+    return Model(**(row | {"tp": tp, "layers": layers, "parameters": float(row.get("parameters", 0))}))
 
 
 def _published(where: str, row: Any) -> Model:
@@ -147,9 +145,9 @@ def _published(where: str, row: Any) -> Model:
 
 
 def _layer(where: str, row: Any, tp: tuple[int, ...]) -> Layer:
-    strict_toml.check(where, row, {"name": str, "n": int, "k": int, "split": str})
-    n, k = _sizes(where, [row["n"], row["k"]], ascending=False)
-    layer = Layer(row["name"], n, k, row["split"])
+    strict_toml.check(where, row, *strict_toml.keys_of(Layer))
+    _sizes(where, [row["n"], row["k"]], ascending=False)
+    layer = Layer(**row)
     if layer.split not in SPLITS:
         raise FlagsError(f"{where}: split is {layer.split!r}, need one of {', '.join(SPLITS)}")
     for parts in tp:

@@ -66,8 +66,7 @@ def load_common(folder: Path) -> CommonFlags:
     path = folder / "common.toml"
     table = strict_toml.load(path)
     where = str(path)
-    tables = ("spelling", "gdc_defines", "minimum", "memory_gb")
-    strict_toml.check(where, table, {"command": list, "nvcc": list, "defines": list, **dict.fromkeys(tables, dict)})
+    strict_toml.check(where, table, *strict_toml.keys_of(CommonFlags))
     strict_toml.check(
         f"{where} [spelling]",
         table["spelling"],
@@ -113,31 +112,13 @@ def load_records(folder: Path, common: CommonFlags) -> dict[str, FlagRecord]:
 def _record(path: Path, common: CommonFlags) -> FlagRecord:
     table = strict_toml.load(path)
     where = str(path)
-    strict_toml.check(
-        where,
-        table,
-        {
-            **dict.fromkeys(("target", "min_cuda", "source", "note"), str),
-            **dict.fromkeys(("archs", "defines", "nvcc"), list),
-            "gdc": bool,
-            "expect_sass": dict,
-        },
-    )
+    strict_toml.check(where, table, *strict_toml.keys_of(FlagRecord))
     try:
         archs = tuple(Arch.parse(text) for text in strict_toml.texts(f"{where} archs", table["archs"]))
     except Fp4DispatchError as error:
         raise FlagsError(f"{where}: {error}") from error
-    record = FlagRecord(
-        target=table["target"],
-        archs=archs,
-        min_cuda=table["min_cuda"],
-        defines=defines(where, table["defines"]),
-        nvcc=_arguments(where, table["nvcc"]),
-        gdc=table["gdc"],
-        expect_sass=dict(table["expect_sass"]),
-        source=table["source"],
-        note=table["note"],
-    )
+    words = {"defines": defines(where, table["defines"]), "nvcc": _arguments(where, table["nvcc"])}
+    record = FlagRecord(**(table | words | {"archs": archs}))
     version(f"{where} min_cuda", record.min_cuda)
     _check_target(where, record)
     _check_gdc(where, record, common)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from fp4dispatch.problem.integers import ceil_div
 _REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
 _OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
 _OPTIONAL |= {"predicted": bool}
-_SPEED = {field.name: {"int": int, "float": float, "bool": bool}[str(field.type)] for field in fields(TileSpeed)}
-_SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
+_SPEED, _SPEED_OPTIONAL = strict_toml.keys_of(TileSpeed)
 _TABLES = ("cutlass", "w4", "w8")
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
