@@ -12,7 +12,7 @@ from fp4dispatch import formats
 from fp4dispatch.checkpoints.config.quant_config import read_block
 from fp4dispatch.checkpoints.schemes import SCHEMES
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, InputError
-from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names, with_engine_names
 from fp4dispatch.integrations.engines.parameters import loaded, register_parameters
 from fp4dispatch.integrations.engines.refusals import READABLE, Host, check_readable
 from fp4dispatch.integrations.engines.shards import check_blocks, check_split, weights_of_shards
@@ -208,3 +208,14 @@ def test_patterns_get_the_names_of_the_engine():
     found = renamed(["lm_head", "model.language_model.layers.0*", "re:.*x", "Linear"], rename)
     assert found[:4] == ("lm_head", "model.language_model.layers.0*", "re:.*x", "Linear")
     assert {"language_model.model.layers.0", "language_model.model.layers.0.*"} == set(found[4:])
+
+
+def test_a_configuration_gets_the_names_of_the_engine():
+    def rename(names):
+        return [name.replace("model.language_model", "language_model.model") for name in names]
+
+    config = modelopt(ignore=["model.language_model.layers.0.o_proj"])
+    found = with_engine_names(config, rename)
+    assert found.excludes("language_model.model.layers.0.o_proj")
+    assert not config.excludes("language_model.model.layers.0.o_proj")
+    assert [group.schemes for group in found.groups] == [group.schemes for group in config.groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group
@@ -70,6 +71,12 @@ def _group_of(config: QuantConfig, name: str) -> Group | None:
         return None
     found = (config.group_for(each) for each in known)
     return next((group for group in found if group is not None), None)
+
+
+def with_engine_names(config: QuantConfig, rename: Callable[[list[str]], list[str]]) -> QuantConfig:
+    """Return what the checkpoint says, with the engine's names of modules beside its own (:func:`renamed`)."""
+    groups = tuple(replace(group, targets=renamed(group.targets, rename)) for group in config.groups)
+    return replace(config, groups=groups, ignore=renamed(config.ignore, rename))
 
 
 def renamed(patterns: Iterable[str], rename: Callable[[list[str]], list[str]]) -> tuple[str, ...]:

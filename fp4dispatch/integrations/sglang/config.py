@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import CheckpointUnsupportedError
-from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import group_of, scheme_of, shard_names, with_engine_names
 from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.sglang.linear_method import Fp4DispatchLinearMethod
 from fp4dispatch.machine import log as _log
@@ -101,9 +100,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
         """Add SGLang's names of modules to those of the checkpoint."""
-        rename = hf_to_sglang_mapper.apply_list
-        groups = tuple(replace(group, targets=renamed(group.targets, rename)) for group in self.stored.groups)
-        self.stored = replace(self.stored, groups=groups, ignore=renamed(self.stored.ignore, rename))
+        self.stored = with_engine_names(self.stored, hf_to_sglang_mapper.apply_list)
         if self._own is not None:
             self._own.apply_weight_name_mapper(hf_to_sglang_mapper)
 

@@ -22,7 +22,7 @@ from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.checkpoints.files.paths import HF_QUANT_FILE
 from fp4dispatch.errors import CheckpointUnsupportedError
-from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import group_of, scheme_of, shard_names, with_engine_names
 from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.on_the_fly import Fp4DispatchOnlineLinearMethod, Request
@@ -123,9 +123,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Add vLLM's names of modules to those of the checkpoint."""
         if self.stored is not None:
-            rename = hf_to_vllm_mapper.apply_list
-            groups = tuple(replace(group, targets=renamed(group.targets, rename)) for group in self.stored.groups)
-            self.stored = replace(self.stored, groups=groups, ignore=renamed(self.stored.ignore, rename))
+            self.stored = with_engine_names(self.stored, hf_to_vllm_mapper.apply_list)
         if self._theirs is not None:
             self._theirs.apply_vllm_mapper(hf_to_vllm_mapper)
 
