@@ -131,17 +131,17 @@ class QuantizedLinear(BackendBinding):
         try:
             bound = self._state.bound.get(x.dtype)
             if bound is not None and type(x) is Tensor:
-                shape = x.shape
-                m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
+                shape, spec = x.shape, bound.spec
+                m = shape[0] if len(shape) == 2 else shape.numel() // spec.k
                 bias = self._parameters["bias"]
                 ready = bound.ready.get(m)
-                if ready is not None and shape[-1] == self.in_features and self._taken(x, bound, bias):
+                if ready is not None and shape[-1] == spec.k and self._taken(x, bound, bias):
                     rows = bound.rows.get(m, m)
-                    out = x.new_empty(rows, self.out_features)
-                    ready[0](x if len(shape) == 2 else x.view(m, self.in_features), out, bias)
+                    out = x.new_empty(rows, spec.n)
+                    ready[0](x if len(shape) == 2 else x.view(m, spec.k), out, bias)
                     if rows != m:
-                        out.resize_(m, self.out_features)
-                    return out if len(shape) == 2 else out.view(*shape[:-1], self.out_features)
+                        out.resize_(m, spec.n)
+                    return out if len(shape) == 2 else out.view(*shape[:-1], spec.n)
         except (AttributeError, RuntimeError):
             check_tensor(f"{self._label()}: the input", x)  # None and sparse tensors get our error
             raise
@@ -203,8 +203,8 @@ class QuantizedLinear(BackendBinding):
                 gated, bias = bound.gated.get(m), self._parameters["bias"]
                 plain = type(self).forward is QuantizedLinear.forward
                 if gated is not None and plain and self._taken(gate_up, bound, bias):
-                    out = gated.into_new(gate_up.view(m, k), self.out_features, bias)
-                    return out.view(*shape[:-1], self.out_features)
+                    out = gated.into_new(gate_up.view(m, k), bound.spec.n, bias)
+                    return out.view(*shape[:-1], bound.spec.n)
         check_tensor(f"{self._label()}: gate_up", gate_up)
         if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * self.in_features:
             raise InputError(
