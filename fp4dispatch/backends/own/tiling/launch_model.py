@@ -144,7 +144,8 @@ class TileSpeed:
     x_bytes
         Of an activation.
     even
-        Whether CTAs share out by stages what whole tiles leave (csrc/many_tokens/even.h).
+        Whether CTAs share out by stages what whole tiles leave: Stream-K (csrc/many_tokens/even.h). Builds, kernels and
+        records name it ``even``.
     """
 
     tokens: int
