@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import Checkpoint
-from fp4dispatch.checkpoints.hf_names import names_in
+from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
 from fp4dispatch.errors import CheckpointError, InputError
 from fp4dispatch.formats import fp8_quantize, nvfp4_quantize
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
@@ -166,6 +166,23 @@ def expect_plain(model: Any, files: Sequence[str] | None, config: Fp4DispatchCon
     for name in convolutions.keys() - layers.keys():
         replace_module(model, (name,), convolutions[name])
     kinds = {name: (scaling, layer.in_features) for name, (layer, scaling) in layers.items()}
-    stored_as = {name: names.stored[f"{name}.weight"] for name in layers if f"{name}.weight" in names.stored}
-    scales = SharedScales(kinds, stored_as, lambda name: checkpoint.tensor(name).to(dtype))
+    weights = {name: f"{name}.weight" for name in layers}
+    converted = _converted(names, checkpoint, set(weights.values()))
+
+    def read(name: str) -> torch.Tensor:
+        conversion = converted.get(name)
+        made = checkpoint.tensor(names.stored[name]) if conversion is None else conversion.run(checkpoint.tensor)[name]
+        return made.to(dtype)
+
+    there = {name: weight for name, weight in weights.items() if weight in names.stored or weight in converted}
+    scales = SharedScales(kinds, there, read)
     return NewLayers(layers, checkpoint, scales, frozenset(convolutions), tuple(skipped), chosen.notes)
+
+
+def _converted(names: Names, checkpoint: Checkpoint, weights: Set[str]) -> dict[str, Conversion]:
+    """Return the conversions that make these weights, by name in the model: q, k and v may be one stored tensor."""
+    wanted = weights - names.stored.keys()
+    if not wanted:
+        return {}
+    made = [(conversion, conversion.run(lambda name: checkpoint[name].on_meta())) for conversion in names.conversions]
+    return {name: conversion for conversion, targets in made for name in targets.keys() & wanted}
