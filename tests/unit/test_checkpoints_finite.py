@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fp4dispatch
 from fp4dispatch.checkpoints import load_quantized, quantize_checkpoint, save_quantized
 from fp4dispatch.checkpoints.files.finite import check_finite
+from fp4dispatch.cli import main
 from fp4dispatch.errors import CheckpointError
 from tests import checkpoint_cases
 from tests.checkpoint_cases import CONFIGS, K, N, assert_untouched, state_of, tensors_of, write
@@ -97,6 +99,23 @@ def test_every_float_is_read_to_its_last_element(dtype):
         check_finite("x", "a.weight", bad)
     with pytest.raises(CheckpointError, match=r"'a'"):
         check_finite("x", "a", bad.reshape(1, -1))
+
+
+def test_bounds_that_clip_nothing_pass(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "output_proj_dims": 64}
+    config = transformers.Gemma4AudioConfig(**sizes)
+    model = transformers.Gemma4AudioModel(config)
+    model.save_pretrained(tmp_path / "plain")
+    assert main(["quantize", str(tmp_path / "plain"), str(tmp_path / "out"), "--format", "modelopt"]) == 0
+    fp4dispatch.replace_linears(model)
+    save_quantized(model, tmp_path / "saved")
+    again = transformers.Gemma4AudioModel(config)
+    load_quantized(again, tmp_path / "saved")
+    assert again.layers[0].feed_forward1.ffw_layer_1.input_max == torch.inf
+    for name, bad in (("a.input_max", torch.nan), ("a.input_min", torch.inf), ("a.amax", torch.inf)):
+        with pytest.raises(CheckpointError, match=name):
+            check_finite("x", name, torch.tensor(bad))
 
 
 def test_what_holds_no_floats_passes():

@@ -13,8 +13,9 @@ _CHUNK = 1 << 22
 def check_finite(where: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor with NaN or Inf in it. Reads all of it.
 
-    Attention masks contain ``-Inf``. So ``-Inf`` is allowed in tensors whose name does not end in ``weight`` or
-    ``bias``.
+    Attention masks contain ``-Inf``, and the bounds of Gemma 4 are ``-Inf`` and ``Inf`` where they clip nothing. So
+    ``-Inf`` is allowed in tensors whose name does not end in ``weight`` or ``bias``, and ``Inf`` in those whose name
+    ends in ``max``.
 
     Parameters
     ----------
@@ -26,14 +27,15 @@ def check_finite(where: str, name: str, tensor: torch.Tensor) -> None:
     Raises
     ------
     CheckpointError
-        NaN, Inf, or -Inf in a weight or bias.
+        NaN; Inf where it is no bound; -Inf in a weight or bias.
     """
     if not tensor.is_floating_point() or tensor.is_meta:
         return
-    parameter = name.endswith(("weight", "bias"))
+    parameter, bound = name.endswith(("weight", "bias")), name.endswith((".max", "_max"))
     for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
         values = part.float() if part.element_size() == 1 else part
-        good = bool(torch.isfinite(values).all()) if parameter else bool((values < torch.inf).all())
+        fine = torch.isfinite(values) if parameter else values <= torch.inf if bound else values < torch.inf
+        good = bool(fine.all())
         if not good:
             raise CheckpointError(
                 f"{where}: tensor {name!r} holds NaN or Inf, expected finite values: the checkpoint is damaged, or the "
