@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fp4dispatch.models.projections import GATE_UP
-from fp4dispatch.models.replacing.source_scan import definition_of, functions_of, mentioned
-from fp4dispatch.models.replacing.weight_reads import FOREIGN, NEVER
+from fp4dispatch.models.replacing.source_scan import FOREIGN, definition_of, functions_of, mentioned
+from fp4dispatch.models.replacing.weight_reads import NEVER
 
 ROWS = "_fused_rows"
 """Attribute of the module: rows of the shards of each fused layer, by its name."""

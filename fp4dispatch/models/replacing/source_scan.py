@@ -18,6 +18,9 @@ from torch import nn
 Path = tuple[str, ...]
 """Attributes from a module down to another; ``*`` is any child, and ``**`` the module with all below it."""
 
+FOREIGN = ("torch.nn.", "transformers.modeling_utils", "transformers.generation.")
+"""Modules whose classes are not scanned: they name no child of a model. ``replaceable.py`` lists the exceptions."""
+
 _READS = frozenset({"weight", "_parameters", "parameters", "named_parameters", "state_dict"})
 _HARMLESS_OF_WEIGHT = frozenset({"device", "is_cuda", "is_cpu", "is_meta"})
 _HARMLESS_CALLS = frozenset({"hasattr", "callable", "id", "len", "print", "repr", "str", "bool", "checkpoint"})
@@ -435,7 +438,9 @@ class _Body(ast.NodeVisitor):
             if not any(paths for _, paths in arguments):
                 return frozenset()
             function = next(functions_of(self._global(target)), None)
-        if function is None or f"{function.__module__}.".startswith("torch.") or self.depth >= _MAX_DEPTH:
+        where = f"{function.__module__}." if function is not None else ""
+        foreign = where.startswith("torch.") or (own and where.startswith(FOREIGN))
+        if function is None or foreign or self.depth >= _MAX_DEPTH:
             if record:
                 for _, paths in arguments:
                     self._read(paths, f"hands it to {ast.unparse(target)}")

@@ -15,13 +15,11 @@ from types import FunctionType
 
 from torch import nn
 
-from fp4dispatch.models.replacing.source_scan import Path, Read, functions_of, mentioned, reads_of
+from fp4dispatch.models.replacing.source_scan import FOREIGN, Path, Read, functions_of, mentioned, reads_of
 
 _ENTRY = re.compile(r"forward|__call__|(get_\w+_features|generate|prepare_inputs|encode|decode|predict|sample)\w*")
 NEVER = frozenset({"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr", "__repr__"})
 """Methods that do not run in a forward."""
-FOREIGN = ("torch.nn.", "transformers.modeling_utils", "transformers.generation.")
-"""Modules whose classes are not scanned: they name no child of a model. ``replaceable.py`` lists the exceptions."""
 
 
 def weight_reads(model: nn.Module) -> dict[int, str]:
