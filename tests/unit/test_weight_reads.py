@@ -283,6 +283,15 @@ def test_generate_of_a_model_that_has_its_own_reads_nothing():
         assert why_left(transformers.DiaForConditionalGeneration(config)) == {}
 
 
+def test_static_methods_that_get_no_module_read_none():
+    """BigBird's ``_create_rand_mask_from_inputs`` slices its first argument, a mask, and hands it to einsum."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = transformers.BigBirdConfig(**sizes, attention_type="block_sparse")
+    with torch.device("meta"):
+        assert why_left(transformers.BigBirdModel(config)) == {}
+
+
 @pytest.mark.parametrize("name", ["T5", "Mamba", "Falcon"])
 def test_what_is_replaced_runs_and_means_the_same(name):
     transformers = pytest.importorskip("transformers")

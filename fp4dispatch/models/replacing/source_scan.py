@@ -454,7 +454,8 @@ class _Body(ast.NodeVisitor):
             name = names[int(key) + first] if key.isdigit() and int(key) + first < len(names) else key
             if paths:
                 bound[name] = bound.get(name, frozenset()) | paths
-        return self.scan.run(function, bound, self.depth + 1)
+        # A static method without a module: ``run`` would take its first parameter for the module.
+        return self.scan.run(function, bound, self.depth + 1) if bound else frozenset()
 
     def _global(self, node: ast.expr) -> Any:
         """Return what a dotted name means in the function's module, None where that is not known."""
