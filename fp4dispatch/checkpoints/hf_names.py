@@ -136,8 +136,12 @@ def cannot_convert(parameter: str) -> str:
     )
 
 
-def converted_when_saved(model: Any, names: Iterable[str]) -> str | None:
-    """Return the first of these tensors that ``save_pretrained`` of transformers would convert; None if none is."""
+def lost_when_saved(model: Any, names: Iterable[str]) -> str | None:
+    """Return why transformers would not read these tensors back that its ``save_pretrained`` writes; None if it would.
+
+    It converts some when it saves, and renames others by patterns for ``weight`` alone: the file would have the weight
+    and its scales under names that lead to different modules.
+    """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -145,10 +149,20 @@ def converted_when_saved(model: Any, names: Iterable[str]) -> str | None:
     if mapping is None:
         mapping = get_model_conversion_mapping(model, add_legacy=False)
     # As loading.revert_weight_conversion, which writes the tensors.
-    converters: list[Any] = [
-        entry.reverse_transform() for entry in mapping[::-1] if isinstance(entry, loading.WeightConverter)
-    ]
-    return next((name for name in names if loading.apply_converters(name, converters)[1] is not None), None)
+    reverse: list[Any] = [entry.reverse_transform() for entry in mapping[::-1]]
+    converters = [entry for entry in reverse if isinstance(entry, loading.WeightConverter)]
+    back = [[e for e in entries if isinstance(e, loading.WeightRenaming)] for entries in (reverse, mapping)]
+    kind = type(model).__name__
+    places: dict[str, str] = {}
+    for name in names:
+        if loading.apply_converters(name, converters)[1] is not None:
+            return f"convert {name!r} of {kind} into another tensor, and quantised weights without their scales"
+        saved = loading.apply_renamings(name, back[0])
+        read = loading.apply_renamings(saved, back[1])
+        module = read.rpartition(".")[0]
+        if places.setdefault(name.rpartition(".")[0], module) != module:
+            return f"save {name!r} of {kind} as {saved!r}, and read that as {read!r}, apart from the rest of the layer"
+    return None
 
 
 def never_stored(model: nn.Module) -> set[str]:

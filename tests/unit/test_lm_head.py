@@ -45,6 +45,32 @@ def test_the_head_is_quantised_on_request_only(fmt, kind):
     assert fp4dispatch.replace_linears(model(), fmt, lm_head=True, include="*.mlp.*").layers[-1].name == "lm_head"
 
 
+def musicgen():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 96, "num_codebooks": 2}
+    return transformers.MusicgenForCausalLM(transformers.MusicgenDecoderConfig(vocab_size=96, **sizes))
+
+
+def dia():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 96, "head_dim": 16}
+    cross = {"cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 16}
+    config = transformers.DiaConfig(
+        encoder_config=transformers.DiaEncoderConfig(**sizes),
+        decoder_config=transformers.DiaDecoderConfig(**sizes, **cross, cross_hidden_size=64),
+    )
+    return transformers.DiaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(("build", "heads"), [(musicgen, ["lm_heads.0", "lm_heads.1"]), (dia, ["logits_dense"])])
+def test_heads_that_a_model_has_in_a_list_or_does_not_name_stay_too(build, heads):
+    made = build().eval()
+    report = fp4dispatch.replace_linears(made)
+    assert dict(report.skipped) == dict.fromkeys(heads, HEAD)
+    assert [layer.name for layer in fp4dispatch.replace_linears(made, lm_head=True).layers] == heads
+    with pytest.raises(InputError, match="has no nn.Linear left"):
+        fp4dispatch.replace_linears(made, lm_head=True)
+
+
 def linear(weight):
     made = nn.Linear(*weight.shape[::-1], bias=False, device="meta", dtype=weight.dtype)
     made.weight = nn.Parameter(weight)

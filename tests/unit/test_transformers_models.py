@@ -67,6 +67,9 @@ def dinov2():
     return transformers.Dinov2Model(transformers.Dinov2Config(**sizes, use_swiglu_ffn=True))
 
 
+HEADS = {"attention_heads": 4, "key_value_heads": 2}
+
+
 def marian():
     sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 96))}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -244,6 +247,38 @@ def test_weights_that_transformers_converts_are_not_saved_by_it(tmp_path):
     adopt(half)
     half.save_pretrained(tmp_path / "half")
     same_tensors(transformers.Dinov2Model.from_pretrained(tmp_path / "half"), half)
+
+
+def inkling2():
+    heads = {f"{kind}num_{what}": n for kind in ("", "swa_") for what, n in HEADS.items()}
+    sizes = {"vocab_size": 128, "unpadded_vocab_size": 128, "hidden_size": 64, "rel_extent": 32, "num_hidden_layers": 1}
+    experts = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    dims = {"head_dim": 16, "swa_head_dim": 16, "eos_token_id": 1, "layer_types": ["hybrid"]}
+    config = transformers.Inkling2TextConfig(**heads, **sizes, **experts, **dims)
+    return transformers.Inkling2ForCausalLM(config)
+
+
+def test_names_that_transformers_does_not_read_back_are_not_saved_by_it(tmp_path):
+    """Inkling 2 is stored as ``sconv.weight_proj``: a scale would be read as ``sconv.weight_proj.weight.weight_scale``.
+
+    Its other names are renamed too, and come back.
+    """
+    from fp4dispatch.integrations.transformers import adopt
+
+    model = made(inkling2).float()  # Transformers loads some of it in float32 anyway
+    fp4dispatch.replace_linears(model)
+    adopt(model)
+    refused = r"k_sconv\.weight_proj\.weight_scale' of .*apart from the rest.*fp4dispatch\.save_quantized"
+    with pytest.raises(CheckpointUnsupportedError, match=refused):
+        model.save_pretrained(tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+    save_quantized(model, tmp_path / "ours", "modelopt")
+    same_tensors(transformers.Inkling2ForCausalLM.from_pretrained(tmp_path / "ours"), model)
+    some = made(inkling2).float()
+    fp4dispatch.replace_linears(some, exclude=["*.weight_proj", "lm_head"])
+    adopt(some)
+    some.save_pretrained(tmp_path / "some")
+    same_tensors(transformers.Inkling2ForCausalLM.from_pretrained(tmp_path / "some"), some)
 
 
 def test_a_quantised_tensor_to_convert_is_refused_in_true_words(tmp_path):

@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import all_carried
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
-from fp4dispatch.checkpoints.hf_names import converted_when_saved
+from fp4dispatch.checkpoints.hf_names import lost_when_saved
 from fp4dispatch.checkpoints.load import LoadReport, with_fused
 from fp4dispatch.checkpoints.plan import LayerPlan
 from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
@@ -176,11 +176,10 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
                 continue
             for shard, part in zip(shards, split(weights, list(shards.values())), strict=True):
                 codes |= self._saved(shard, part)
-        odd = converted_when_saved(model, codes)
-        if odd is not None:
+        why = lost_when_saved(model, codes)
+        if why is not None:
             raise CheckpointUnsupportedError(
-                f"save_pretrained: Transformers would convert {odd!r} of {type(model).__name__} into another tensor, "
-                "and quantised weights without their scales: save with fp4dispatch.save_quantized"
+                f"save_pretrained: Transformers would {why}: save with fp4dispatch.save_quantized"
             )
         state |= codes
         for prefix, carried in all_carried(model):

@@ -53,6 +53,7 @@ def output_heads(model: nn.Module) -> frozenset[int]:
     """Return the ids of the output heads of a model and of all models in it.
 
     FSMT of transformers names the embedding of its decoder: there it is the linear layer that its class ties to it.
+    MusicGen names a list of layers. Dia names none: there it is the layer of the model itself that makes the logits.
     """
     found: set[int] = set()
     for module in model.modules():
@@ -64,8 +65,18 @@ def output_heads(model: nn.Module) -> frozenset[int]:
             shape = (head.num_embeddings, head.embedding_dim)
             found |= {id(each) for name, each in module.named_modules() if name in tied and _shape(each) == shape}
         elif head is not None:
-            found.add(id(head))
+            found |= {id(each) for each in head.modules()}
+        else:
+            found |= {id(each) for each in module.children() if _makes_logits(module, each)}
     return frozenset(found)
+
+
+def _makes_logits(model: Any, layer: nn.Module) -> bool:
+    """Whether a model of transformers that generates has in this layer one row for each token, or several."""
+    if not isinstance(layer, (nn.Linear, QuantizedLinear)) or not getattr(model, "can_generate", bool)():
+        return False
+    rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    return isinstance(rows, int) and rows > 0 and sizes(layer)[0] % rows == 0
 
 
 def sizes(layer: nn.Linear | QuantizedLinear) -> tuple[int, int]:
