@@ -67,7 +67,7 @@ def test_heads_that_a_model_has_in_a_list_or_does_not_name_stay_too(build, heads
     report = fp4dispatch.replace_linears(made)
     assert dict(report.skipped) == dict.fromkeys(heads, HEAD)
     assert [layer.name for layer in fp4dispatch.replace_linears(made, lm_head=True).layers] == heads
-    with pytest.raises(InputError, match="has no nn.Linear left"):
+    with pytest.raises(InputError, match=r"has no nn\.Linear left"):
         fp4dispatch.replace_linears(made, lm_head=True)
 
 

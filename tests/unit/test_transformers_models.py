@@ -249,6 +249,27 @@ def test_weights_that_transformers_converts_are_not_saved_by_it(tmp_path):
     same_tensors(transformers.Dinov2Model.from_pretrained(tmp_path / "half"), half)
 
 
+def test_a_conversion_that_asks_for_the_size_of_a_quantised_layer_is_refused(tmp_path, monkeypatch):
+    """As that of Molmo 2."""
+    from transformers.core_model_loading import Chunk
+
+    from fp4dispatch.integrations.transformers import Fp4DispatchConfig
+
+    made(dinov2).save_pretrained(tmp_path / "in")
+    convert = Chunk.convert
+
+    def asks(self, *args, **kwargs):
+        kwargs["model"].get_parameter(kwargs["full_layer_name"])
+        return convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(Chunk, "convert", asks)
+    config = Fp4DispatchConfig()
+    with pytest.raises(
+        CheckpointUnsupportedError, match=r"gate_proj\.weight' out of .*call fp4dispatch\.replace_linears"
+    ):
+        transformers.Dinov2Model.from_pretrained(tmp_path / "in", quantization_config=config)
+
+
 def inkling2():
     heads = {f"{kind}num_{what}": n for kind in ("", "swa_") for what, n in HEADS.items()}
     sizes = {"vocab_size": 128, "unpadded_vocab_size": 128, "hidden_size": 64, "rel_extent": 32, "num_hidden_layers": 1}

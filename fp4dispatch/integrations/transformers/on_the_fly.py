@@ -14,7 +14,7 @@ from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
-from fp4dispatch.errors import CheckpointError, InputError
+from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, InputError
 from fp4dispatch.formats import fp8_quantize, nvfp4_quantize
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.stored_layers import linear_of, open_files, replace_module
@@ -184,5 +184,15 @@ def _converted(names: Names, checkpoint: Checkpoint, weights: Set[str]) -> dict[
     wanted = weights - names.stored.keys()
     if not wanted:
         return {}
-    made = [(conversion, conversion.run(lambda name: checkpoint[name].on_meta())) for conversion in names.conversions]
-    return {name: conversion for conversion, targets in made for name in targets.keys() & wanted}
+    found: dict[str, Conversion] = {}
+    for conversion in names.conversions:
+        try:
+            made = conversion.run(lambda name: checkpoint[name].on_meta())
+        except AttributeError as error:  # it asks the model for the parameter, which a quantised layer has not
+            raise CheckpointUnsupportedError(
+                f"{checkpoint.path}: Transformers makes {conversion.name!r} out of {conversion.sources[0]!r} by the "
+                "size of the unquantised layer, so it cannot be quantised while loading: load without "
+                "quantization_config and call fp4dispatch.replace_linears, or exclude the layer"
+            ) from error
+        found |= dict.fromkeys(made.keys() & wanted, conversion)
+    return found
