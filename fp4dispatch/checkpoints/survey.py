@@ -149,7 +149,10 @@ def _outside(model: nn.Module) -> Callable[[str], bool]:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return lambda name: False
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several, as those of MusicGen: nothing is outside of all
+        return lambda name: False
     head = output_head(model)
     language = [
         name

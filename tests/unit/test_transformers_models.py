@@ -270,6 +270,20 @@ def test_a_conversion_that_asks_for_the_size_of_a_quantised_layer_is_refused(tmp
         transformers.Dinov2Model.from_pretrained(tmp_path / "in", quantization_config=config)
 
 
+def test_a_model_with_several_text_configurations_is_quantised(tmp_path):
+    """MusicGen: Transformers does not say which one of the text encoder and the decoder is the language model."""
+    decoder = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 96, "num_codebooks": 2}
+    audio = {"hidden_size": 16, "num_filters": 4, "codebook_size": 64, "codebook_dim": 16, "upsampling_ratios": [2, 2]}
+    config = transformers.MusicgenConfig(
+        text_encoder=transformers.T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=128),
+        audio_encoder=transformers.EncodecConfig(**audio),
+        decoder=transformers.MusicgenDecoderConfig(vocab_size=64, **decoder),
+    )
+    transformers.MusicgenForConditionalGeneration(config).save_pretrained(tmp_path / "in")
+    assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "modelopt"]) == 0
+    assert "decoder.lm_heads.0.weight_scale" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
 def inkling2():
     heads = {f"{kind}num_{what}": n for kind in ("", "swa_") for what, n in HEADS.items()}
     sizes = {"vocab_size": 128, "unpadded_vocab_size": 128, "hidden_size": 64, "rel_extent": 32, "num_hidden_layers": 1}

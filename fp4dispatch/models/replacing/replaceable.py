@@ -75,7 +75,10 @@ def _makes_logits(model: Any, layer: nn.Module) -> bool:
     """Whether a model of transformers that generates has in this layer one row for each token, or several."""
     if not isinstance(layer, (nn.Linear, QuantizedLinear)) or not getattr(model, "can_generate", bool)():
         return False
-    rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    try:
+        rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    except ValueError:  # several
+        return False
     return isinstance(rows, int) and rows > 0 and sizes(layer)[0] % rows == 0
 
 
