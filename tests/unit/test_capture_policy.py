@@ -21,6 +21,7 @@ from fp4dispatch.policy.capability import check
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.rules import rules
 from fp4dispatch.run import routes
+from tests.parallel import off
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "nvcc": "13.0", "cutlass": "4.5", "cudnn_frontend": "1.25"}
 N, K = 64, 64
@@ -70,6 +71,10 @@ def capturing(monkeypatch):
         monkeypatch.setattr(capture, "stream_is_capturing", lambda: on)
 
     return switch
+
+
+FORMATS = 0.16
+"""Of the norm, what activations in NVFP4 change beside those in 16 bits: 0.102, standard deviation 0.010 (20 draws)."""
 
 
 def make(kind: type, **kwargs) -> torch.nn.Module:
@@ -166,7 +171,7 @@ def test_what_was_chosen_without_a_graph_is_not_captured_against_the_rules(
     capturing(True)
     backend, _, _ = layer.bind().launch(3, bias=True)
     assert backend.name == beside
-    torch.testing.assert_close(layer(x), want, rtol=0.1, atol=0.2)
+    assert off(layer(x), want) < FORMATS
 
 
 def test_a_named_backend_may_be_captured_and_is_warned_of_once(machine, capturing, caplog):
