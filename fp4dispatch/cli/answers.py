@@ -63,6 +63,9 @@ def _turned(copy: int | None, stream: Any) -> Iterator[None]:
     os.dup2(copy, _OUT)
     try:
         yield
+    except BaseException:
+        _drop(stream)  # what could not be written would go to standard error below
+        raise
     finally:
         os.dup2(_ERR, _OUT)
 
@@ -73,12 +76,17 @@ def _flush(stream: Any) -> None:
     try:
         raw.flush()
     except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, _OUT)
-        os.close(null)
-        raw.flush()
+        _drop(stream)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
+
+
+def _drop(stream: Any) -> None:
+    """Empty the buffer of a stream of descriptor 1, which leads nowhere afterwards."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, _OUT)
+    os.close(null)
+    getattr(stream, "stream", stream).flush()
 
 
 def _is_descriptor_1(stream: Any) -> bool:

@@ -85,6 +85,30 @@ def test_what_a_plugin_prints_may_be_lost(tmp_path):
     json.loads(done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [("/dev/full", "fp4dispatch: standard output cannot be written: [Errno 28] No space left on device\n"), (None, "")],
+    ids=["full", "a reader that left"],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_answer_that_cannot_be_written_is_not_in_standard_error(out, said):
+    """In a stream with a buffer, which PYTHONUNBUFFERED takes away."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    if out is None:
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open(out, os.O_WRONLY)
+    words = [sys.executable, "-m", "fp4dispatch", "env", "--json"]
+    try:
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_in_a_process_of_others_standard_output_is_as_it_was_afterwards(monkeypatch):
     real = env.collect
 
