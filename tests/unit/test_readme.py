@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -46,8 +47,6 @@ def run_line(line, **kwargs):
         name, value = words.pop(0).split("=", 1)
         variables[name] = value
     assert words[0] == "fp4dispatch", line
-    import os
-
     return subprocess.run(
         [sys.executable, "-m", "fp4dispatch", *words[1:]],
         env=os.environ | variables,
@@ -131,12 +130,15 @@ def test_command_runs(line):
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "--suite" in line])
-def test_benchmark_commands_for_a_gpu_are_understood(line, tmp_path):
-    old = tmp_path / "bench.json"
-    old.write_text(report.json_text(bench_cases.document()))
-    done = run_line(line.replace("--compare bench.json", f"--compare {old}") + " --list")
+def test_benchmark_commands_for_a_gpu_are_understood(line, tmp_path, monkeypatch):
+    """In a folder of their own: ``--list`` writes the file of ``--json``."""
+    monkeypatch.setenv("PYTHONPATH", str(README.parent), prepend=os.pathsep)
+    (tmp_path / "bench.json").write_text(report.json_text(bench_cases.document()))
+    before = sorted(README.parent.iterdir())
+    done = run_line(line + " --list", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "FP4Linear" in done.stdout
+    assert sorted(README.parent.iterdir()) == before
 
 
 def test_the_tune_command_is_understood_and_refused_without_a_gpu(monkeypatch, capsys):
