@@ -1,9 +1,10 @@
 """How long w4_gemm_sm90 and w4a8_small take in every tile, beside bf16 cuBLAS and torch._scaled_mm.
 
-Each method is compared tile by tile with what it should give before it is timed (all else that must hold: tests/gpu). A
-measurement is a CUDA graph of calls on rotating copies of the weights (more than 256 MB, so they come from memory),
-methods in turn, medians. "a8" includes quantising the activations, "gemm" is without it; "a16" reads them as they are.
-"small" among the tiles is w4a8_small, for few tokens, and "w4a16" w4a16_small, which kernels_w4.py times.
+Each method and launch shape is compared tile by tile with what it should give before it is timed (all else that must
+hold: tests/gpu). A measurement is a CUDA graph of calls on rotating copies of the weights (more than 256 MB, so they
+come from memory), methods in turn, medians. "a8" includes quantising the activations, "gemm" is without it; "a16" reads
+them as they are. "small" among the tiles is w4a8_small, for few tokens, and "w4a16" w4a16_small, which kernels_w4.py
+times.
 
     python -m bench.kernels_w4_large --json w4_large.json [--tune] [--no-time] [--m 64 128 ...]
 """
@@ -103,13 +104,20 @@ class Timed:
         return [tensor] + [tensor.clone() for _ in range(count - 1)]
 
 
+def products(timed: Timed, x: Tensor) -> dict[str, Tensor]:
+    """Return what the product is with activations in each format, weights and all, rounded to bf16."""
+    q, scale = formats.fp8_quantize(x, "row")
+    rows = (q.bfloat16() @ timed.fold.t()).float() * scale.view(-1, 1) * FOLD
+    return {"a16": x @ timed.dense_first.t(), "a8": rows.bfloat16()}
+
+
 def methods(modules: dict[str, Any], timed: Timed, x: Tensor, out: Tensor) -> Iterator[tuple[str, Any, int, Tensor]]:
     """Yield (name, call, copies, what it should give) of every method for one problem."""
     m = x.shape[0]
     activations = modules["activations"]
-    exact = x @ timed.dense_first.t()
+    right = products(timed, x)
+    exact = right["a16"]
     q, scale = formats.fp8_quantize(x, "row")
-    fp8_exact = ((q.bfloat16() @ timed.fold.t()).float() * scale.view(-1, 1) * FOLD).bfloat16()
     q1, scale1 = formats.fp8_quantize(x, "tensor")
     alpha = torch.ones(1, device="cuda")
     eight = torch.full((1, 1), FOLD, device="cuda")
@@ -125,7 +133,7 @@ def methods(modules: dict[str, Any], timed: Timed, x: Tensor, out: Tensor) -> It
         )
 
     yield "fp8 tensor", scaled(q1, scale1.view(1, 1), eight), len(timed.fp8), tensor_exact
-    yield "fp8 row", scaled(q, scale.view(-1, 1), timed.column_scale), len(timed.fp8), fp8_exact
+    yield "fp8 row", scaled(q, scale.view(-1, 1), timed.column_scale), len(timed.fp8), right["a8"]
     for act in ("a8", "a16"):
         operand = Operand(activations, x, act == "a8")
         operand.pack(False)
@@ -142,10 +150,9 @@ def methods(modules: dict[str, Any], timed: Timed, x: Tensor, out: Tensor) -> It
                 operand.pack(True)
                 gemm(i)
 
-            expected = fp8_exact if act == "a8" else exact
-            yield f"{act} {tile}", both, len(timed.packed), expected
+            yield f"{act} {tile}", both, len(timed.packed), right[act]
             if act == "a8":
-                yield f"{act} {tile} gemm", gemm, len(timed.packed), expected
+                yield f"{act} {tile} gemm", gemm, len(timed.packed), right[act]
 
 
 def calls_of(copies: int, flops: float) -> int:
@@ -242,17 +249,18 @@ def shapes_to_tune(module: Any, tile: Any, mnk: tuple[int, int, int]) -> tuple[A
 
 
 def tune(modules: dict[str, Any], timed: Timed, m: int, acts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Time the GEMM alone in every sensible launch shape of every tile."""
+    """Check and time the GEMM alone in every sensible launch shape of every tile."""
     n, k = timed.n, timed.k
     x = torch.randn(m, k, device="cuda").bfloat16()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     alpha = torch.ones(1, device="cuda")
+    right = products(timed, x)
     rows = []
     for act in acts:
         operand = Operand(modules["activations"], x, act == "a8")
         operand.pack(False)
         graphs: dict[Any, Any] = {}
-        alive = []
+        alive, wrong = [], []
         for tile in tiles_of(modules, act, m):
             module = modules[f"{act}_bf16_{tile}"]
             auto, shapes = shapes_to_tune(module, tile, (m, n, k))
@@ -261,18 +269,28 @@ def tune(modules: dict[str, Any], timed: Timed, m: int, acts: tuple[str, ...]) -
                 def gemm(i: int, module: Any = module, shape: Any = shape, operand: Operand = operand) -> None:
                     module.shaped(operand.given, operand.scale, timed.packed[i], alpha, None, out, list(shape), True)
 
+                out.fill_(torch.nan)
                 with watched(f"tune M={m} N={n} K={k} {act} {tile} {shape}"):
+                    gemm(0)
+                    torch.cuda.synchronize()
+                    error = worst_tile(out, right[act].float()).error
+                    if error > TIMED_TILE_ERROR:
+                        wrong.append((tile, shape, error))
+                        continue
                     copies = len(timed.packed)
                     graphs[tile, shape, shape == auto] = capture(gemm, copies, calls_of(copies, 2.0 * m * n * k))
                 alive.append(gemm)
         times = microseconds(graphs, 5)
         for tile in TILES:
             mine = sorted((us, shape, auto) for (t, shape, auto), us in times.items() if t == tile)
-            if mine:
-                chosen = next(us for us, _, auto in mine if auto)
-                rows.append({"n": n, "k": k, "m": m, "act": act, "tile": tile, "auto_us": chosen, "shapes": mine})
+            bad = {str(shape): error for t, shape, error in wrong if t == tile}
+            if mine or bad:
+                chosen = next((us for us, _, auto in mine if auto), None)
+                row = {"n": n, "k": k, "m": m, "act": act, "tile": tile, "auto_us": chosen, "shapes": mine}
+                rows.append(row | {"wrong": bad})
                 shown = ", ".join(f"{shape} {us:.1f}{'*' if auto else ''}" for us, shape, auto in mine[:5])
-                print(f"tune N={n} K={k} M={m} {act} T{tile}: auto {chosen:.1f}; {shown}", flush=True)
+                print(f"tune N={n} K={k} M={m} {act} T{tile}: auto {chosen or math.nan:.1f}; {shown}", flush=True)
+                print(*(f"    WRONG {shape} {e:.1e}" for shape, e in bad.items()), sep="\n", end="\n" * bool(bad))
     return rows
 
 
@@ -339,7 +357,7 @@ def main(words: Sequence[str] | None = None) -> int:
         save()
         del timed
     print(*table(result["problems"]), sep="\n")
-    wrong = sum(len(row["wrong"]) for row in result["problems"])
+    wrong = sum(len(row["wrong"]) for row in (*result["problems"], *result["tune"]))
     print(f"total {time.perf_counter() - begin:.1f} s; faults: {wrong}")
     save()
     return 1 if wrong else 0

@@ -1,4 +1,4 @@
-"""bench/kernels_w4_large.py without a GPU: which tiles it builds and times, in which launch shapes, its table."""
+"""bench/kernels_w4_large.py without a GPU: what is wrong has no time; which tiles it times, and how; its table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens, w4a8_small
+from tests.on_cpu import OnCpu, generators
 
 pytest.importorskip("tvm_ffi")
 from bench import kernels_w4_large
@@ -105,3 +106,73 @@ def test_launch_shapes_to_tune_are_one_wave_or_whole_tiles_and_one_wave(h200):
     assert {(1, 4), (1, 8)} & splits("a16", "128x128", (128, 66 * 128, 4096)) == set()
     # Of 4 stages, no more than two parts.
     assert splits("a8", 128, (128, 128, 512)) == whole | {(1, 2), (2, 2)}
+
+
+SHAPES = [(1, 1, 4), (1, 2, 4)]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """A weight, and modules whose a16 GEMM of tile 64x128 is right, but for what ``spoil`` does in a launch shape."""
+    generators(monkeypatch)
+    for name, stand_in in (
+        ("COLD_BYTES", 1e5),
+        ("capture", lambda call, copies, calls: (copies, calls)),
+        ("microseconds", lambda graphs, rounds: dict.fromkeys(graphs, 2.0)),
+        ("shapes_to_tune", lambda module, tile, mnk: (SHAPES[0], set(SHAPES))),
+        ("W4A16_MOST_M", 0),
+    ):
+        monkeypatch.setattr(kernels_w4_large, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        torch,
+        "_scaled_mm",
+        lambda a, b, *, scale_a, scale_b, out_dtype, out: out.copy_(a.float() @ b.float() * scale_a * scale_b),
+    )
+    with OnCpu():
+        timed = kernels_w4_large.Timed(264, 144)
+        spoilt = {}
+
+        def planned(x, scale, packed, alpha, bias, out, pdl):
+            shaped(x, scale, packed, alpha, bias, out, SHAPES[0], pdl)
+
+        def shaped(x, scale, packed, alpha, bias, out, shape, pdl):
+            torch.mm(x, timed.dense_first.t(), out=out)
+            spoilt.get(tuple(shape), lambda out: None)(out)
+
+        gemm = SimpleNamespace(planned=planned, shaped=shaped)
+        activations = SimpleNamespace(w4_quantize_row=lambda x, given, scale, pdl: None)
+        yield timed, {"activations": activations, "a16_bf16_64x128": gemm}, spoilt
+
+
+def one_tile(out):
+    out[:, 256:] *= 1.05
+
+
+def nothing(out):
+    out.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("spoil", [one_tile, nothing])
+def test_what_is_wrong_has_no_time(on_cpu, spoil, capsys):
+    timed, modules, spoilt = on_cpu
+    row = kernels_w4_large.time_problem(modules, timed, 8)
+    assert row["wrong"] == {}
+    assert "a16 64x128" in row["us"]
+    spoilt[SHAPES[0]] = spoil
+    row = kernels_w4_large.time_problem(modules, timed, 8)
+    assert [*row["wrong"]] == ["a16 64x128"]
+    assert set(row["us"]) == {"bf16", "fp8 tensor", "fp8 row", "a8 pack"}
+
+
+@pytest.mark.parametrize("spoil", [one_tile, nothing])
+def test_a_launch_shape_that_is_wrong_has_no_time(on_cpu, spoil, capsys):
+    timed, modules, spoilt = on_cpu
+    for wrong in (None, *SHAPES):
+        spoilt.clear()
+        spoilt[wrong] = spoil
+        (row,) = kernels_w4_large.tune(modules, timed, 8, ("a16",))
+        assert [*row["wrong"]] == ([str(wrong)] if wrong else [])
+        assert row["shapes"] == [(2.0, shape, shape == SHAPES[0]) for shape in SHAPES if shape != wrong]
+        assert row["auto_us"] == (None if wrong == SHAPES[0] else 2.0)
+    assert capsys.readouterr().out.count("WRONG") == 2
