@@ -1,8 +1,9 @@
 """How long our CUTLASS FP8 GEMMs and the quantisers take on SM90, beside torch._scaled_mm and bf16 cuBLAS.
 
-Every method is checked before it is timed; a wrong one prints WRONG and no time. A measurement is one replay of a CUDA
-graph that holds calls on rotating copies of the weights (more than three L2 caches), so weights come from memory; the
-methods take turns, and the median is reported.
+Every GEMM is checked before it is timed; a wrong one prints WRONG and no time, and the exit code is 1. The bits of the
+quantisers are what tests/gpu checks. A measurement is one replay of a CUDA graph that holds calls on rotating copies of
+the weights (more than three L2 caches), so weights come from memory; the methods take turns, and the median is
+reported.
 
     python -m bench.kernels_sm90 --json out.json [--commit HASH]
 """
@@ -164,16 +165,17 @@ def bench_quantizers() -> list[dict[str, Any]]:
 METHOD = f"CUDA graph replay, cold weights (> {COLD_BYTES / 1e6:.0f} MB rotated), median of {ROUNDS}, us"
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run everything and write the JSON file."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run everything and write the JSON file; return 1 if a method was wrong."""
     parser = commandline.parser(__doc__)
     commandline.takes_record(parser, needed=True)
     arguments = commandline.parse(parser, words)
     torch.manual_seed(0)
     facts = machine.facts(machine.card("cuda"), arguments.commit)
-    result = {"method": METHOD, "gemm": bench_gemms(), "quantise": bench_quantizers()}
+    result: dict[str, Any] = {"method": METHOD, "gemm": bench_gemms(), "quantise": bench_quantizers()}
     records.write(arguments.json, "sm90 kernels", facts, result)
+    return 1 if any(row["wrong"] for row in result["gemm"]) else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
