@@ -56,10 +56,18 @@ def needs_commit(of: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def checked_out(folder: Path) -> str | None:
-    """Return the commit of a folder as git names it, with ``-dirty`` where tracked files differ; None where unknown."""
-    words = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=7", "--dirty"]
+    """Return the commit of a folder as git names it, with ``-dirty`` where tracked files differ; None where unknown.
+
+    Records are no part of what is measured: the one that a script before this one wrote does not count.
+    """
+    commit = _git(folder, "describe", "--always", "--exclude=*", "--abbrev=7")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    return f"{commit}-dirty" if commit and changed else commit
+
+
+def _git(folder: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except OSError:
         return None
     return done.stdout.strip() or None

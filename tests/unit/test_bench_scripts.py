@@ -77,13 +77,18 @@ def test_the_commit_is_what_git_says_unless_it_is_given(tmp_path, monkeypatch, c
     assert "python -m bench.x: error: --commit HASH is needed: a record says what" in capsys.readouterr().err
     assert commandline.parse(parser(), ["--json", "x.json", "--commit", "abc"]).commit == "abc"
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / "file").write_text("1")
-    subprocess.run([*git, "add", "file"], check=True)
+    record = tmp_path / "bench" / "results" / "x.json"
+    record.parent.mkdir(parents=True)
+    for file in (tmp_path / "file", record):
+        file.write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "x"], check=True)
     subprocess.run([*git, "tag", "v1"], check=True)
     clean = commandline.parse(parser(), ["--json", "x.json"]).commit
     assert len(clean) >= 7
     assert int(clean, 16) >= 0
+    record.write_text("2")
+    assert commandline.parse(parser(default=Path("y")), []).commit == clean, "what the script before this one wrote"
     (tmp_path / "file").write_text("2")
     assert commandline.parse(parser(default=Path("y")), []).commit == f"{clean}-dirty"
 
