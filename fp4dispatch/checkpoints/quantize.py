@@ -20,6 +20,7 @@ from fp4dispatch.checkpoints.files.paths import CONFIG_FILE
 from fp4dispatch.checkpoints.files.publish import atomic_directory
 from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.files.writer import Entry, write_tensors
+from fp4dispatch.checkpoints.other_readers import misread_by_transformers
 from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, producer_version, scheme_for
 from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import Survey, module_of
@@ -31,6 +32,7 @@ from fp4dispatch.formats import (
     fp8_quantize,
     nvfp4_quantize_calibrated,
 )
+from fp4dispatch.machine import log as _log
 from fp4dispatch.models.replacing.fusion import SharedScales
 from fp4dispatch.problem import Scaling
 
@@ -68,7 +70,7 @@ class QuantizeReport:
     ``skipped`` has the reason for each weight with two or more dimensions that was not quantised, by the module's name
     in the checkpoint: linear layers, experts (all of a block under one name), embeddings, convolutions.
     ``bytes_before`` and ``bytes_after`` are those of the whole checkpoint, ``bytes_left`` those of what is in
-    ``skipped``.
+    ``skipped``. ``warnings`` tells what other readers do wrong with the files; each is logged as a WARNING too.
     """
 
     out: Path
@@ -80,6 +82,7 @@ class QuantizeReport:
     bytes_after: int
     files: tuple[str, ...]
     bytes_left: int = 0
+    warnings: tuple[str, ...] = ()
 
 
 def quantize_checkpoint(
@@ -159,6 +162,12 @@ def quantize_checkpoint(
             write_configs(directory, checkpoint.config(CONFIG_FILE) or {}, configs)
             stream = _stream(checkpoint, scheme, layers, calibrate, progress)
             files = write_tensors(directory, entries, stream, max_shard_bytes)
+        written = [(name, scheme, info.shape[0], info.shape[1]) for name, info in layers.items()]
+        misread = misread_by_transformers(
+            written, "leave these layers as they are (--exclude PATTERN, exclude=), or use fp8-channel"
+        )
+        if misread:
+            _log.warning("%s", misread)
         return QuantizeReport(
             out,
             format,
@@ -169,6 +178,7 @@ def quantize_checkpoint(
             sum(entry.nbytes for entry in entries),
             tuple(file.name for file in files),
             sum(checkpoint[name].nbytes for name in checkpoint if _is_weight(checkpoint[name], layers)),
+            (misread,) if misread else (),
         )
 
 

@@ -23,6 +23,7 @@ from fp4dispatch.checkpoints.files.publish import atomic_directory
 from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.files.strict_json import read_object
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
+from fp4dispatch.checkpoints.other_readers import misread_by_transformers
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, written_shape
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.machine import log as _log
@@ -156,6 +157,7 @@ def save_quantized(
             copy_companions(Path(source_dir).resolve(), directory)
         write_configs(directory, _base_config(model, source_dir), configs)
         files = write_tensors(directory, entries, produce(), max_shard_bytes)
+    _warn_of_misread_blocks(layers)
     return tuple(Path(out_dir) / file.name for file in files)
 
 
@@ -272,6 +274,14 @@ def _warn_of_separate_scales(layers: list[_Layer]) -> None:
             ", ".join(apart[0]),
             len(apart) - 1,
         )
+
+
+def _warn_of_misread_blocks(layers: list[_Layer]) -> None:
+    """Warn of blocks of FP8 that Transformers dequantises wrong."""
+    written = ((layer.name, layer.scheme, layer.weights.n, layer.weights.k) for layer in layers)
+    misread = misread_by_transformers(written, "replace these layers with 'fp8_row', or exclude them")
+    if misread:
+        _log.warning("%s", misread)
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

@@ -189,6 +189,7 @@ def _as_json(report: QuantizeReport) -> dict[str, Any]:
         "layers": [vars(layer) for layer in report.layers],
         "skipped": report.skipped,
         "bytes_left": report.bytes_left,
+        "warnings": list(report.warnings),
     }
 
 

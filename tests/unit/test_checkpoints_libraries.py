@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp4dispatch.checkpoints import load_quantized, open_checkpoint, save_quantized
+from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
 from fp4dispatch.checkpoints.config.patterns import matches
 from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.errors import CheckpointUnsupportedError
@@ -190,6 +190,58 @@ def test_transformers_reads_what_fp8_transformers_saves(tmp_path):
             theirs = read.get_submodule(name).weight
             torch.testing.assert_close(theirs.double(), layer_weight(layer), rtol=1e-6, atol=0)
     assert any(isinstance(layer, FP8Linear) for layer in model.modules())
+
+
+REPAIRED = (
+    "Transformers reads these blocks right: remove other_readers.py and its sentence in docs/guide/checkpoints.md"
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("size", "reads"), [(96, "right"), (256, "right"), (192, "wrong"), (257, "not")])
+def test_blocks_that_transformers_reads_wrong_are_warned_of(tmp_path, caplog, size, reads):
+    """Its own reader, which takes blocks of 96 for 128 where there are two in 192, and finds no size for three in 257.
+
+    Fails when Transformers reads them right, since the warning has no reason then.
+    """
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": size, "num_attention_heads": 2, "vocab_size": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **sizes)).eval()
+    model.save_pretrained(tmp_path / "in")
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    report = quantize_checkpoint(tmp_path / "in", tmp_path / "q", "fp8-block", linears)
+    logged = lambda: [r.getMessage() for r in caplog.records if r.name == "fp4dispatch"]  # noqa: E731
+    assert list(report.warnings) == logged()
+    original = copy.deepcopy(model)
+    load_quantized(model, tmp_path / "q")
+    caplog.clear()
+    save_quantized(model, tmp_path / "saved", "fp8-transformers")
+    for said in (report.warnings, logged()):
+        assert len(said) == (reads != "right")
+        for text in said:
+            for name in (f"gate_proj [{size}, 128]", f"up_proj [{size}, 128]", f"down_proj [128, {size}]"):
+                assert f"model.layers.*.mlp.{name}" in text
+            assert "q_proj" not in text
+            assert "fp4dispatch.load_quantized" in text
+
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    read = lambda: transformers.AutoModelForCausalLM.from_pretrained(  # noqa: E731
+        tmp_path / "q", quantization_config=config, dtype=torch.float32
+    )
+    if reads == "not":
+        with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+            raise AssertionError(f"{REPAIRED}: {read()}")
+        return
+    theirs = read()
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Linear):
+            exact = original.get_submodule(name).weight.double()
+            torch.testing.assert_close(layer_weight(layer), exact, rtol=2**-4, atol=1e-5 * float(exact.abs().max()))
+            error = (theirs.get_submodule(name).weight.double() - layer_weight(layer)).abs().max()
+            misread = reads == "wrong" and "mlp" in name
+            assert (error > 1e-3) == misread, f"{name} {error}: {REPAIRED if misread else 'not as it is stored'}"
 
 
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

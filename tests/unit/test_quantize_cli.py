@@ -150,6 +150,28 @@ def test_layers_of_unknown_models_are_named_by_hand(tmp_path, capsys):
     assert [layer["name"] for layer in json.loads(capsys.readouterr().out)["layers"]] == ["a"]
 
 
+def test_blocks_that_transformers_reads_wrong_are_said(tmp_path, capsys):
+    """On stderr and in the JSON; what ``--exclude`` leaves, and other formats, are not warned of."""
+    tensors = {
+        "l.0.a.weight": torch.ones(256, 192),
+        "l.1.a.weight": torch.ones(256, 192),
+        "b.weight": torch.ones(9, 128),
+    }
+    source = write(tmp_path / "in", tensors)
+    command = ["quantize", str(source), str(tmp_path / "out"), "--include", "*", "--json", "--overwrite", "--format"]
+    assert main([*command, "fp8-block"]) == 0
+    out, err = capsys.readouterr()
+    [warning] = json.loads(out)["warnings"]
+    assert warning.startswith("Transformers reads l.*.a [256, 192] wrong, without an error, or refuses them")
+    assert "--exclude PATTERN" in warning
+    assert f"fp4dispatch WARNING: {warning}" in err
+    for other in (["fp8-block", "--exclude", "l.*.a"], ["fp8-channel"]):
+        assert main([*command, *other]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["warnings"] == []
+        assert "WARNING" not in err
+
+
 def test_transposed_layers_are_not_taken_for_linear_ones(tmp_path, capsys):
     """GPT-2's Conv1D keeps its weight as [K, N]: quantising it as [N, K] would be silently wrong."""
     config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=128, n_positions=32)
