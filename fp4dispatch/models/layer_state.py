@@ -7,7 +7,7 @@ No frame may keep a state while the layer runs: weights that an old one referenc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -51,6 +51,18 @@ class LayerState:
     """Weights that the layer dropped while other code held references. That code may write to them."""
     due: bool = True
     """Whether the layer has to look for weights that it can drop."""
+
+    def copy(self) -> LayerState:
+        """Return a state for a replica of the layer: it has the same tensors, and is registered under no key."""
+        return replace(
+            self,
+            prepared=dict(self.prepared),
+            bound=dict(self.bound),
+            graph_bound={declared: dict(bounds) for declared, bounds in self.graph_bound.items()},
+            captured=list(self.captured),
+            names=dict(self.names),
+            keys=[],
+        )
 
     def bounds(self, declared: capture.Declared | None) -> dict[torch.dtype, Bound]:
         """Return what is bound for a declared capture mode, or for the layer's own mode."""

@@ -142,6 +142,12 @@ class StoredWeights(nn.Module):
             for dtype in dtypes:
                 self._bind(dtype, checked=True)
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """Return a replica for ``nn.DataParallel``, with a state of its own: it may restore what this layer dropped."""
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._state = self._state.copy()
+        return replica
+
     # --------------------------------------------------------------------------------------------------------- looking
 
     def _stored_by_name(self) -> list[tuple[str, Tensor | None]]:

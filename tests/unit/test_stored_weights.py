@@ -734,6 +734,21 @@ def test_a_compact_layer_lets_go_when_others_do(hopper):
     assert layer._state.unchanged(layer._buffers)
 
 
+def test_a_replica_of_a_compact_layer_leaves_it_alone(hopper):
+    """As ``nn.DataParallel`` makes them: the replica gets buffers of its own, so it restores and binds again."""
+    layer, x = compact_layer(), tokens()
+    layer.bias = None
+    want, bound = layer(x), layer.bind()
+    replica = layer._replicate_for_data_parallel()
+    replica._parameters["bias"] = None
+    replica._buffers = {name: None if each is None else each.clone() for name, each in layer._buffers.items()}
+    assert torch.equal(replica(x), want)
+    assert layer._state.dropped
+    assert torch.equal(layer(x), want)
+    assert layer.bind() is bound
+    assert torch.equal(layer.weight, replica.weight)
+
+
 def test_weights_held_while_they_are_dropped_are_looked_after(hopper):
     layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
     layer(x)
