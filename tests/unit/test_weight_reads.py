@@ -283,6 +283,26 @@ def test_generate_of_a_model_that_has_its_own_reads_nothing():
         assert why_left(transformers.DiaForConditionalGeneration(config)) == {}
 
 
+def test_a_head_from_a_method_of_transformers_is_followed():
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.embed_tokens = nn.Embedding(96, 64)
+            self.lm_head = nn.Linear(64, 96, bias=False)
+
+        def forward(self, ids):
+            return nn.functional.linear(self.embed_tokens(ids), self.get_output_embeddings().weight)
+
+    made = Model(transformers.LlamaConfig())
+    found = why_left(made)
+    assert found.keys() == {id(made.lm_head)}
+    assert "reads self.get_output_embeddings().weight" in found[id(made.lm_head)]
+
+
 def test_static_methods_that_get_no_module_read_none():
     """BigBird's ``_create_rand_mask_from_inputs`` slices its first argument, a mask, and hands it to einsum."""
     transformers = pytest.importorskip("transformers")

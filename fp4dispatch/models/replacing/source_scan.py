@@ -439,8 +439,8 @@ class _Body(ast.NodeVisitor):
                 return frozenset()
             function = next(functions_of(self._global(target)), None)
         where = f"{function.__module__}." if function is not None else ""
-        foreign = where.startswith("torch.") or (own and where.startswith(FOREIGN))
-        if function is None or foreign or self.depth >= _MAX_DEPTH:
+        foreign = own and where.startswith(FOREIGN)
+        if function is None or where.startswith("torch.") or self.depth >= _MAX_DEPTH or (foreign and record):
             if record:
                 for _, paths in arguments:
                     self._read(paths, f"hands it to {ast.unparse(target)}")
@@ -455,7 +455,11 @@ class _Body(ast.NodeVisitor):
             if paths:
                 bound[name] = bound.get(name, frozenset()) | paths
         # A static method without a module: ``run`` would take its first parameter for the module.
-        return self.scan.run(function, bound, self.depth + 1) if bound else frozenset()
+        if not bound:
+            return frozenset()
+        # Of methods of Transformers only the result counts, as that of ``get_output_embeddings``.
+        scan = _Scan(self.scan.cls) if foreign else self.scan
+        return scan.run(function, bound, self.depth + 1)
 
     def _global(self, node: ast.expr) -> Any:
         """Return what a dotted name means in the function's module, None where that is not known."""
