@@ -71,6 +71,13 @@ def test_heads_that_a_model_has_in_a_list_or_does_not_name_stay_too(build, heads
         fp4dispatch.replace_linears(made, lm_head=True)
 
 
+@pytest.mark.parametrize("generates", [True, lambda: True])
+def test_models_of_others_that_say_that_they_generate_have_no_head(generates):
+    made = nn.Sequential(nn.Linear(64, 96))
+    made.can_generate = generates
+    assert [layer.name for layer in fp4dispatch.replace_linears(made).layers] == ["0"]
+
+
 def linear(weight):
     made = nn.Linear(*weight.shape[::-1], bias=False, device="meta", dtype=weight.dtype)
     made.weight = nn.Parameter(weight)

@@ -73,10 +73,14 @@ def output_heads(model: nn.Module) -> frozenset[int]:
 
 def _makes_logits(model: Any, layer: nn.Module) -> bool:
     """Whether a model of transformers that generates has in this layer one row for each token, or several."""
-    if not isinstance(layer, (nn.Linear, QuantizedLinear)) or not getattr(model, "can_generate", bool)():
+    generates = getattr(model, "can_generate", None)
+    config: Any = getattr(model, "config", None)
+    if not isinstance(layer, (nn.Linear, QuantizedLinear)) or not hasattr(config, "get_text_config"):
+        return False
+    if not callable(generates) or not generates():
         return False
     try:
-        rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+        rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     except ValueError:  # several
         return False
     return isinstance(rows, int) and rows > 0 and sizes(layer)[0] % rows == 0
