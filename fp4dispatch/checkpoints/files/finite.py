@@ -15,7 +15,7 @@ def check_finite(where: str, name: str, tensor: torch.Tensor) -> None:
 
     Attention masks contain ``-Inf``, and the bounds of Gemma 4 are ``-Inf`` and ``Inf`` where they clip nothing. So
     ``-Inf`` is allowed in tensors whose name does not end in ``weight`` or ``bias``, and ``Inf`` in those whose name
-    ends in ``max``.
+    ends in ``.max`` or ``_max``; not in an ``amax``, which is a largest value that was seen.
 
     Parameters
     ----------
