@@ -236,7 +236,8 @@ def test_a_run_that_hangs_is_ended(fake, monkeypatch):
 
 
 def test_it_says_what_it_needs():
-    done = subprocess.run([sys.executable, ncu.__file__], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.ncu"]
+    done = subprocess.run(command, cwd=ncu.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--json is needed" in done.stderr
 
