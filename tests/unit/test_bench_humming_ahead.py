@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -136,7 +137,10 @@ def test_kernels_of_the_suite_are_compiled_by_another_process(suite, tmp_path, c
 def test_it_has_the_same_environment_but_humming_starts_nothing_else(suite, processes):
     with background.Background([peers.HummingNvfp4().ahead([(64, 128, (5,))], random_cases.HOPPER_ON_PAPER)]):
         (process,) = processes
-        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        environment = [b""]
+        until = time.monotonic() + 30
+        while environment == [b""] and time.monotonic() < until:  # it is empty while the process starts
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     assert b"HUMMING_DISABLE_PARALLEL_BUILD=1" in environment
     assert f"HUMMING_FAKE={suite}".encode() in environment
 
@@ -150,6 +154,16 @@ def test_it_has_the_same_environment_but_humming_starts_nothing_else(suite, proc
 )
 def test_a_process_that_fails_is_said_and_humming_is_measured(suite, monkeypatch, tmp_path, capsys, fault, said):
     monkeypatch.setenv("HUMMING_FAKE_FAULT", fault)
+    end = background._Process.end
+
+    def end_late(process):
+        """The run may be over before a process has started, on a busy machine; that is no failure."""
+        until = time.monotonic() + 30
+        while not process._is_over() and time.monotonic() < until:
+            time.sleep(0.01)
+        return end(process)
+
+    monkeypatch.setattr(background._Process, "end", end_late)
     status, doc, err = run(capsys, tmp_path, "--methods", roster.HUMMING)
     assert status == 0
     assert {row["status"] for row in doc["measured"]} == {"ok"}
