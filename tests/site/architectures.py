@@ -18,7 +18,7 @@ def drawn() -> str:
 
 
 def block(record: dict[str, Any]) -> str:
-    """Return what a record says, and a table of what was refused and why."""
+    """Return what a record says, and a table of what was refused and why; what is wrong is named."""
     rows, versions = record["rows"], record["versions"]
     counts = Counter(row["outcome"] for row in rows)
     compared = [row for row in rows if row["errors"] and row["outcome"] != "wrong"]
@@ -33,23 +33,25 @@ def block(record: dict[str, Any]) -> str:
     if refused:
         lines += ["", "| refused by | why | classes |", "|---|---|---:|"]
         lines += [f"| {check} | {why} | {count} |" for (check, why), count in refused.most_common()]
-    return "\n".join(lines)
+    wrong = [f"- Wrong: `{row['cls']}`, {row['why']}." for row in rows if row["outcome"] == "wrong"]
+    return "\n".join([*lines, *(["", *wrong] if wrong else [])])
 
 
 ENDS = {
     "ok": "passed everything",
-    "refused": "were refused somewhere with a typed error",
-    "no forward": "got no inputs by the rules and were checked without a forward",
-    "not built": "could not be built tiny",
-    "stopped": "took too long",
-    "wrong": "were wrong",
+    "refused": "refused somewhere with a typed error",
+    "no forward": "checked without a forward, as the rules gave no inputs",
+    "not built": "not built tiny, by the rules",
+    "stopped": "stopped, as they took too long",
+    "wrong": "wrong",
 }
 """Outcome -> how it is said."""
 ALWAYS = ("ok", "refused", "not built", "wrong")
 
 
 def _why(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the check and the error, without the names of temporary folders, and numbers of layers as ``*``."""
+    """Return the check and the error up to what it lists; names that differ from class to class are ``...``."""
     check, _, error = row["why"].partition(": ")
-    error = re.sub(r"/\S*/", "", error)
-    return check, re.sub(r"\.\d+\.", ".*.", error).replace("|", "\\|")
+    for name in (row["cls"], r"/\S*/\S*", r"'[^']*'"):
+        error = re.sub(name, "...", error)
+    return check, re.split(r" \(|: save with", error)[0].replace("|", "\\|")

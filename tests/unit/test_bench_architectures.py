@@ -175,17 +175,21 @@ def test_an_unknown_type_and_the_default_number(capsys):
 
 
 def test_the_page_counts_what_the_record_has():
-    refused = row("refused", "saved: CheckpointUnsupportedError: /tmp/x/adopted: layers.3.q", errors={"nvfp4": 3e-7})
-    found = [row("ok", errors={"nvfp4": 4e-7}), refused, row("not built", "ValueError: x")]
+    refused = row(
+        "refused",
+        "saved: SomeError: Transformers turns 'layers.3.q' of LlamaForCausalLM (in x) around",
+        errors={"nvfp4": 3e-7},
+    )
+    found = [row("ok", errors={"nvfp4": 4e-7}), refused, row("not built", "ValueError: x"), row("wrong", "fuse: y")]
     facts = {"commit": "abc1234"}
     versions = {"transformers": "5.23.0", "torch": "2.11"}
     text = page.block({"rows": found, "versions": versions, "facts": facts, "seed": 7, "of": 600})
-    assert "3 classes, drawn with seed 7 of 600; 2 were compared, and the largest relative error is 4e-07" in text
+    assert "4 classes, drawn with seed 7 of 600; 2 were compared, and the largest relative error is 4e-07" in text
     assert (
-        "1 passed everything; 1 were refused somewhere with a typed error; 1 could not be built tiny; 0 were wrong"
-        in text
+        "1 passed everything; 1 refused somewhere with a typed error; 1 not built tiny, by the rules; 1 wrong." in text
     )
-    assert "| saved | CheckpointUnsupportedError: adopted: layers.*.q | 1 |" in text
+    assert text.endswith("- Wrong: `LlamaForCausalLM`, fuse: y.")
+    assert "| saved | SomeError: Transformers turns ... of ... | 1 |" in text
 
 
 def test_outputs_that_are_not_finite_in_the_same_places_differ():
