@@ -580,7 +580,7 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
     from fp4dispatch.graphs import conditions
-    from tests.site import cli, figures, first, policy, scripts, speed
+    from tests.site import architectures, cli, figures, first, policy, scripts, speed
 
     graphs = ROOT / "docs" / "graphs.md"
     measured = ROOT / "docs" / "measurements.md"
@@ -621,6 +621,7 @@ def generate() -> dict[Path, str]:
         **filled("docs/accuracy.md", accuracy=accuracy()),
         **filled("docs/demo.md", **{"first command": first.first()}),
         **filled("docs/guide/benchmarks.md", speed=speed.table()),
+        **filled("docs/transformers.md", architectures=architectures.drawn()),
         **filled("docs/reference/auto.md", **{"policy order": policy.order(), "policy": policy.policy()}),
         **filled("docs/reference/cli.md", commands=cli.commands()),
         **filled("docs/reference/settings.md", settings=settings.markdown_table()),

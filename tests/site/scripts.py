@@ -9,7 +9,7 @@ from pathlib import Path
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 ABOUT = {
     "kernels alone": ("activations", "kernels_sm90", "kernels_w4", "kernels_w4_large", "kernels_w8", "ncu"),
-    "layers and models": ("breakable", "decoder", "generated_text", "tensor_parallel", "vllm_apply"),
+    "layers and models": ("architectures", "breakable", "decoder", "generated_text", "tensor_parallel", "vllm_apply"),
     "accuracy": ("accuracy", "w4_error"),
     "what a user waits for": ("cold_jit", "cold_model", "first_command", "host_cost", "new_tokens"),
     "which kernel is chosen": (

@@ -18,7 +18,7 @@ from tests.site import scripts
 BENCH = Path(__file__).parents[2] / "bench"
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "__init__")
 NEEDS = {"generated_text": "transformers", "breakable": "transformers", "fit_speeds": "scipy"}
-NEEDS |= {"fit_launch_model": "scipy", "kernels_w4_large": "tvm_ffi"}
+NEEDS |= {"architectures": "transformers", "fit_launch_model": "scipy", "kernels_w4_large": "tvm_ffi"}
 
 
 @pytest.mark.parametrize("path", sorted(BENCH.rglob("*.py")), ids=lambda path: path.stem)

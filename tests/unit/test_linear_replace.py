@@ -194,6 +194,28 @@ def test_parents_that_read_the_weight_and_subclasses_are_left_alone():
         m["encoder"](torch.randn(1, 3, 32))
 
 
+def test_layers_that_a_module_also_keeps_in_a_list_are_left_alone():
+    """As in Mask2Former: its forward goes through the list, so a layer put in place of the child would not run."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(64, 64), nn.ReLU()]
+            for i, layer in enumerate(self.layers):
+                self.add_module(str(i), layer)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = nn.Sequential(Block(), nn.Linear(64, 64))
+    report = replace_linears(model, "nvfp4")
+    assert report.skipped == (("0.0", "is also in 0.layers, a list that would keep the old layer"),)
+    assert [layer.name for layer in report.layers] == ["1"]
+    assert model[0].layers[0] is model[0].get_submodule("0")
+
+
 def test_twice_is_once():
     m = model()
     replace_linears(m)

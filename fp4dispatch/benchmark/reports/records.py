@@ -18,6 +18,7 @@ FACTS = ("commit", "date", "device", "driver", "torch", "cuda")
 KINDS: Mapping[str, tuple[str, ...]] = {
     "accuracy": ("model", "versions", "texts", "rows"),
     "activations": ("method", "problems"),
+    "architectures": ("seed", "of", "versions", "rows"),
     "bench": ("schema", "suite", "peaks", "methods", "measured"),
     "breakable graphs": ("models",),
     "candidates": ("candidates", "tuned", "planted"),

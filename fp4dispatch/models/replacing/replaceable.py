@@ -101,10 +101,11 @@ def why_left(model: nn.Module) -> dict[int, str]:
 
     Not quantised: subclasses of ``nn.Linear``; layers with parameters, buffers or children besides weight and bias
     (weight_norm, adapters); layers with a ``forward`` of their own (accelerate); layers with hooks that cannot work on
-    a quantised one; and layers whose weight is read by other code of the model
-    (:mod:`fp4dispatch.models.replacing.weight_reads`). Works on the meta device. For ties see :func:`ties`.
+    a quantised one; layers that a module also keeps in a list of its own, which would call the old layer (Mask2Former);
+    and layers whose weight is read by other code of the model (:mod:`fp4dispatch.models.replacing.weight_reads`).
+    Works on the meta device. For ties see :func:`ties`.
     """
-    reads = weight_reads(model)
+    reads, listed = weight_reads(model), dict(_listed(model))
     found: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, _READS_WEIGHTS):
@@ -114,10 +115,20 @@ def why_left(model: nn.Module) -> dict[int, str]:
                     found.setdefault(id(child), label)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            why = _own_reason(module) or found.get(id(module)) or reads.get(id(module))
+            why = _own_reason(module) or found.get(id(module)) or reads.get(id(module)) or listed.get(id(module))
             if why:
                 found[id(module)] = why
     return found
+
+
+def _listed(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield layers that a module keeps in a plain list or tuple too, and which list."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            for each in value if isinstance(value, (list, tuple)) else ():
+                if isinstance(each, nn.Linear):
+                    where = f"{name}.{attribute}".lstrip(".")
+                    yield id(each), f"is also in {where}, a {type(value).__name__} that would keep the old layer"
 
 
 def _own_reason(linear: nn.Linear) -> str:
