@@ -194,26 +194,26 @@ def test_parents_that_read_the_weight_and_subclasses_are_left_alone():
         m["encoder"](torch.randn(1, 3, 32))
 
 
-def test_layers_that_a_module_also_keeps_in_a_list_are_left_alone():
-    """As in Mask2Former: its forward goes through the list, so a layer put in place of the child would not run."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = [nn.Linear(64, 64), nn.ReLU()]
-            for i, layer in enumerate(self.layers):
-                self.add_module(str(i), layer)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model = nn.Sequential(Block(), nn.Linear(64, 64))
+@pytest.mark.parametrize(
+    ("held", "what"),
+    [
+        (lambda layer: [layer, nn.ReLU()], "a list"),
+        (lambda layer: (layer,), "a tuple"),
+        (lambda layer: {"first": layer}, "a dict"),
+        (lambda layer: layer, "a plain attribute"),
+    ],
+)
+def test_layers_that_a_module_also_keeps_beside_its_children_are_left_alone(held, what):
+    """As in Mask2Former: its forward goes through a list, so a layer put in place of the child would not run."""
+    block = nn.Module()
+    block.child = nn.Linear(64, 64)
+    vars(block)["kept"] = held(block.child)
+    model = nn.Sequential(block, nn.Linear(64, 64))
+    old = block.child
     report = replace_linears(model, "nvfp4")
-    assert report.skipped == (("0.0", "is also in 0.layers, a list that would keep the old layer"),)
+    assert report.skipped == (("0.child", f"is also in 0.kept, {what} that would keep the old layer"),)
     assert [layer.name for layer in report.layers] == ["1"]
-    assert model[0].layers[0] is model[0].get_submodule("0")
+    assert block.child is old
 
 
 def test_twice_is_once():

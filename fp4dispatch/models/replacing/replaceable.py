@@ -101,9 +101,9 @@ def why_left(model: nn.Module) -> dict[int, str]:
 
     Not quantised: subclasses of ``nn.Linear``; layers with parameters, buffers or children besides weight and bias
     (weight_norm, adapters); layers with a ``forward`` of their own (accelerate); layers with hooks that cannot work on
-    a quantised one; layers that a module also keeps in a list of its own, which would call the old layer (Mask2Former);
-    and layers whose weight is read by other code of the model (:mod:`fp4dispatch.models.replacing.weight_reads`).
-    Works on the meta device. For ties see :func:`ties`.
+    a quantised one; layers that a module also keeps in a plain list, dict or attribute, which would call the old layer
+    (Mask2Former); and layers whose weight is read by other code of the model
+    (:mod:`fp4dispatch.models.replacing.weight_reads`). Works on the meta device. For ties see :func:`ties`.
     """
     reads, listed = weight_reads(model), dict(_listed(model))
     found: dict[int, str] = {}
@@ -122,13 +122,22 @@ def why_left(model: nn.Module) -> dict[int, str]:
 
 
 def _listed(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yield layers that a module keeps in a plain list or tuple too, and which list."""
+    """Yield layers that a module keeps beside its children too, e.g. in a plain list, and where."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            for each in value if isinstance(value, (list, tuple)) else ():
+            kind = type(value).__name__
+            for each in _held(value) if attribute != "_modules" else ():
                 if isinstance(each, nn.Linear):
                     where = f"{name}.{attribute}".lstrip(".")
-                    yield id(each), f"is also in {where}, a {type(value).__name__} that would keep the old layer"
+                    what = "a plain attribute" if each is value else f"a {kind}"
+                    yield id(each), f"is also in {where}, {what} that would keep the old layer"
+
+
+def _held(value: object) -> Iterable[object]:
+    """Return what a plain attribute holds: itself, or the values of a list, tuple or dict."""
+    if isinstance(value, (list, tuple)):
+        return value
+    return value.values() if isinstance(value, dict) else (value,)
 
 
 def _own_reason(linear: nn.Linear) -> str:
