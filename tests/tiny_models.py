@@ -53,6 +53,15 @@ def _qwen2_vl(t: Any) -> Any:
     return t.Qwen2VLForConditionalGeneration(t.Qwen2VLConfig(vision_config=vision, text_config=text))
 
 
+def dia(t: Any) -> Any:
+    """Make a model with a ``generate`` of its own, and a head that no method of Transformers returns."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 96, "head_dim": 16}
+    cross = {"cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 16}
+    encoder, decoder = t.DiaEncoderConfig(**sizes), t.DiaDecoderConfig(**sizes, **cross, cross_hidden_size=64)
+    return t.DiaForConditionalGeneration(t.DiaConfig(encoder_config=encoder, decoder_config=decoder))
+
+
 def _small(architecture: str, config: str, **sizes: Any) -> Callable[[Any], Any]:
     return lambda t: getattr(t, architecture)(getattr(t, config)(**sizes))
 

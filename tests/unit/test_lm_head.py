@@ -51,14 +51,7 @@ def musicgen():
 
 
 def dia():
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
-    sizes |= {"intermediate_size": 96, "head_dim": 16}
-    cross = {"cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 16}
-    config = transformers.DiaConfig(
-        encoder_config=transformers.DiaEncoderConfig(**sizes),
-        decoder_config=transformers.DiaDecoderConfig(**sizes, **cross, cross_hidden_size=64),
-    )
-    return transformers.DiaForConditionalGeneration(config)
+    return tiny_models.dia(transformers)
 
 
 @pytest.mark.parametrize(("build", "heads"), [(musicgen, ["lm_heads.0", "lm_heads.1"]), (dia, ["logits_dense"])])

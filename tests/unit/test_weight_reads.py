@@ -9,7 +9,7 @@ from torch import nn
 from fp4dispatch.models.replace import replace_linears
 from fp4dispatch.models.replacing.replaceable import why_left
 from fp4dispatch.models.replacing.weight_reads import weight_reads
-from tests.tiny_models import build, logits
+from tests.tiny_models import build, dia, logits
 
 
 def helper(x, layer):
@@ -272,15 +272,8 @@ def test_models_of_transformers_lose_exactly_the_layers_that_they_read(name):
 def test_generate_of_a_model_that_has_its_own_reads_nothing():
     """Dia's calls methods of Transformers. They hand submodules to accelerate's functions, and read no weight."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
-    sizes |= {"intermediate_size": 96, "head_dim": 16}
-    cross = {"cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 16}
-    config = transformers.DiaConfig(
-        encoder_config=transformers.DiaEncoderConfig(**sizes),
-        decoder_config=transformers.DiaDecoderConfig(**sizes, **cross, cross_hidden_size=64),
-    )
     with torch.device("meta"):
-        assert why_left(transformers.DiaForConditionalGeneration(config)) == {}
+        assert why_left(dia(transformers)) == {}
 
 
 def test_a_head_from_a_method_of_transformers_is_followed():
