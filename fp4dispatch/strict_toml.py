@@ -62,6 +62,13 @@ def _in_a_file(hint: Any) -> type:
     return found
 
 
+def unique(where: str, names: Iterable[str], *, error: type[Fp4DispatchError] = FlagsError) -> None:
+    """Raise ``error`` for a name that is there twice; ``where`` starts its message."""
+    each = list(names)
+    if twice := sorted({name for name in each if each.count(name) > 1}):
+        raise error(f"{where} {', '.join(twice)} is there twice")
+
+
 def check(
     where: str,
     table: Any,

@@ -71,9 +71,7 @@ def load(path: Path) -> tuple[GpuModel, ...]:
     table = strict_toml.load(path)
     strict_toml.check(str(path), table, {"gpu": list})
     found = tuple(_model(f"{path}: gpu {i}", row) for i, row in enumerate(table["gpu"]))
-    names = [name for model in found for name in (model.name, *model.names)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FlagsError(f"{path}: {', '.join(twice)} is there twice")
+    strict_toml.unique(f"{path}:", (name for model in found for name in (model.name, *model.names)))
     return found
 
 

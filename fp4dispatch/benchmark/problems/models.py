@@ -91,9 +91,7 @@ def load(path: Path) -> tuple[Dense, ...]:
     table = strict_toml.load(path)
     strict_toml.check(str(path), table, {"model": list})
     found = tuple(_model(f"{path}: model {i}", row) for i, row in enumerate(table["model"]))
-    names = [model.name for model in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FlagsError(f"{path}: model {', '.join(twice)} is there twice")
+    strict_toml.unique(f"{path}: model", (model.name for model in found))
     return found
 
 

@@ -103,11 +103,11 @@ def load(path: Path) -> Catalogue:
     table = strict_toml.load(path)
     strict_toml.check(str(path), table, {"model": list, "suite": list})
     models = tuple(_model(f"{path}: model {i}", row) for i, row in enumerate(table["model"]))
-    _unique(str(path), "model", [model.name for model in models])
+    strict_toml.unique(f"{path}: model", [model.name for model in models])
     suites: dict[str, Suite] = {}
     for i, row in enumerate(table["suite"]):
         suite = _suite(f"{path}: suite {i}", row, models, suites)
-        _unique(str(path), "suite", [*suites, suite.name])
+        strict_toml.unique(f"{path}: suite", [*suites, suite.name])
         suites[suite.name] = suite
     return Catalogue(models, suites)
 
@@ -123,7 +123,7 @@ def _model(where: str, row: Any) -> Model:
     layers = tuple(_layer(f"{where}: layer {i}", layer, tp) for i, layer in enumerate(row["layers"]))
     if not layers:
         raise FlagsError(f"{where}: has no layers")
-    _unique(where, "layer", [layer.name for layer in layers])
+    strict_toml.unique(f"{where}: layer", [layer.name for layer in layers])
     return Model(**(row | {"tp": tp, "layers": layers, "parameters": float(row.get("parameters", 0))}))
 
 
@@ -183,9 +183,3 @@ def _sizes(where: str, values: Any, *, ascending: bool = True) -> tuple[int, ...
     if ascending and values != sorted(set(values)):
         raise FlagsError(f"{where}: need ascending numbers, each once, found {values!r}")
     return tuple(values)
-
-
-def _unique(where: str, what: str, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise FlagsError(f"{where}: {what} {', '.join(twice)} is there twice")
