@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.cli import bench_random
+from fp4dispatch.cli import bench_random, options
 from fp4dispatch.cli.numbers import seconds, share
 from fp4dispatch.cli.output import STDOUT, check_files, formats_to_print, write, write_file
 from fp4dispatch.errors import InputError
@@ -61,7 +61,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=bench_random.ROUNDS,
+        default=15,
         help="timed replays of each method (default: %(default)s); fewer, but at least 5, if they would take over 2 s",
     )
     parser.add_argument(
@@ -82,6 +82,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--threshold", type=share, metavar="SHARE", help="noise of --compare beside the spreads (default: 0.05)"
     )
     parser.add_argument("--commit", default="", help="recorded in the result")
+    options.know_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch.cli import options
 from fp4dispatch.cli.output import STDOUT, write, write_file
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.progress import Progress
@@ -21,18 +22,13 @@ if TYPE_CHECKING:
     from fp4dispatch.benchmark.problems.sampling import Sample
 
 SUITE = "random"
-PROBLEMS, SECONDS, ROUNDS = 200, 480.0, 15
+PROBLEMS, SECONDS = 200, 480.0
 FORMATS = ("nvfp4", "tensor", "row", "block128")
 SLOW = "compiles for minutes on first use: ask for it with --methods, e.g. --methods '*'"
-_ONLY_HERE = ("seed", "problems", "formats")
+_ONLY_HERE = ("seed", "problems", "formats", "no_regret")
 _NOT_HERE = ("shape", "m", "compare", "plot", "threshold", "csv")
-_OF_MEASURING = {
-    **dict.fromkeys(("shape", "m", "budget_s", "compare", "threshold")),
-    "rounds": ROUNDS,
-    "commit": "",
-    "no_regret": False,
-}
-"""Options that ``--list`` has no use for, with their defaults."""
+_OF_MEASURING = ("shape", "m", "budget_s", "compare", "threshold", "rounds", "commit", "no_regret")
+"""Options that ``--list`` has no use for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +51,11 @@ def check(args: argparse.Namespace) -> None:
         For an argument of the random suite without it, or another suite's with it.
     """
     names = _NOT_HERE if args.suite == SUITE else _ONLY_HERE
-    given = [_flag(name) for name in names if getattr(args, name) is not None]
+    given = options.given(args, names)
     if args.suite == SUITE and given:
         raise InputError(f"{', '.join(given)}: not with --suite random, which draws its problems from --seed")
-    if args.suite != SUITE and (given or args.no_regret):
-        raise InputError(f"{', '.join(given) or '--no-regret'}: only with --suite random")
+    if given:
+        raise InputError(f"{', '.join(given)}: only with --suite random")
 
 
 def run(args: argparse.Namespace, streams: Sequence[str]) -> int:
@@ -150,12 +146,8 @@ def write_listing(args: argparse.Namespace, found: dict[str, Any], text: Callabl
     for name in ("csv", "md", "plot"):
         if (target := getattr(args, name)) is not None:
             print(f"--{name} {target}: not written, as --list measures nothing", file=sys.stderr)
-    if unused := [_flag(name) for name, default in _OF_MEASURING.items() if getattr(args, name) != default]:
+    if unused := options.given(args, _OF_MEASURING):
         print(f"{', '.join(unused)}: not used, as --list measures nothing", file=sys.stderr)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
 
 
 def measure(

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.cli import FAILED, HELP, OK
+from fp4dispatch.cli import FAILED, HELP, OK, options
 from fp4dispatch.cli.answers import answer
 from fp4dispatch.cli.numbers import seconds
 from fp4dispatch.dispatch.launches import MOST_TOKENS
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from fp4dispatch.problem.measurement import Measurement
 
 TOKENS = (1, 16, 64, 256, 1024)
-_OF_LAYERS = ("--activation", "--out-dtype", "--bias")
-_DEFAULTS = {"m": None, "scaling": None, "activation": "any", "out_dtype": "bfloat16", "bias": False, "force": False}
+_OF_LAYERS = ("activation", "out_dtype", "bias")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -78,6 +77,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--clear", action="store_true", help="remove all stored times")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(wrong_usage=parser.error)
+    options.know_defaults(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,15 +91,14 @@ def run(args: argparse.Namespace) -> int:
     if (args.op is None) != (not args.nk):
         args.wrong_usage("an op and --nk go together, e.g. fp4dispatch tune fp8_gemm --nk 4096x4096")
     if args.op is None:
-        _refuse(args, "--list and --clear are about all stored times", "-m", "--scaling", *_OF_LAYERS, "--force")
+        _refuse(args, "--list and --clear are about all stored times", "m", "scaling", *_OF_LAYERS, "force")
         return _clear(args.json) if args.clear else _list(args.json)
     return _tune(args)
 
 
-def _refuse(args: argparse.Namespace, why: str, *options: str) -> None:
+def _refuse(args: argparse.Namespace, why: str, *names: str) -> None:
     """Refuse options that have no effect beside what was asked for."""
-    names = {option: option.lstrip("-").replace("-", "_") for option in options}
-    if given := [option for option, name in names.items() if getattr(args, name) != _DEFAULTS[name]]:
+    if given := options.given(args, names):
         args.wrong_usage(f"{', '.join(given)}: no effect here, as {why}: leave it out")
 
 
